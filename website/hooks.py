@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files  # noqa: E402
 
 import fedbilevel  # noqa: E402
 from fedbilevel.aggregation import validity  # noqa: E402
-from website import algorithm_pages, curves, mathematics, protections, task_pages  # noqa: E402
+from website import algorithm_pages, curves, leaderboard, mathematics, protections, task_pages  # noqa: E402
 from website.svg import DARK, LIGHT, variables  # noqa: E402
 
 FROM_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "how-to/write-an-algorithm.md"}
@@ -44,6 +44,7 @@ def on_files(files: Files, config: Any) -> Files:
     made["algorithms/index.md"] = algorithm_pages.index()
     made |= {f"tasks/{name}.md": task_pages.page(name) for name in task_pages.names()}
     made["tasks/index.md"] = task_pages.index()
+    made |= leaderboard.pages()
     made["reference/api.md"] = api_page()
     made["reference/errors.md"] = errors_page()
     made["stylesheets/colours.css"] = (

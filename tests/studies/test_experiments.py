@@ -76,6 +76,21 @@ def test_percentages_in_a_text_are_recorded_or_printed_in_the_paper(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_percentage_behind_the_title_of_a_row_is_recorded_for_this_row(name):
+    one = experiment.read(RESULTS / name)
+    titles = {one.row_title(row): row for row in one.content["rows"]}
+    pattern = "|".join(re.escape(title) for title in sorted(titles, key=len, reverse=True))
+    for sentence in re.split(r"(?<=[.;])\s+", one.content.get("about", "")):
+        row = None
+        for found in re.finditer(rf"(?P<row>{pattern})|(?P<number>\d+\.\d\d) %", sentence):
+            row = titles.get(found["row"], row)
+            if found["number"] and row is not None:
+                own = [rows[row] for rows in one.content["result"].values() if row in rows]
+                known = {f"{100 * value['mean']:.2f}" for entry in own for value in entry["figures"].values()}
+                assert found["number"] in known, f"{row}: {found[0]} is not recorded"
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_with_an_estimator_of_this_project_say_so_in_their_title(name):
     one = experiment.read(RESULTS / name)
     for job in one.jobs(repetitions=1):

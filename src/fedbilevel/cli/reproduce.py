@@ -10,7 +10,7 @@ import click
 from fedbilevel.cli import terminal
 from fedbilevel.cli.flags import jobs_option
 from fedbilevel.errors import SettingError
-from fedbilevel.report import tables
+from fedbilevel.report import seeds, tables
 from fedbilevel.runs.options import torch_device
 from fedbilevel.studies import experiment, pictures, reproduce, verdicts
 
@@ -50,7 +50,10 @@ def _parts(text: str) -> list[str]:
     help="write the results into the experiment's file, with commit, machine and time",
 )
 @click.option(
-    "--results", is_flag=True, help="run nothing: print the recorded results of NAME or of all experiments, as Markdown"
+    "--results",
+    is_flag=True,
+    help="run nothing: print the recorded results of NAME or of all experiments as Markdown, and the rows with few "
+    "repetitions",
 )
 def reproduce_command(
     name: str | None,
@@ -69,8 +72,10 @@ def reproduce_command(
     Without a NAME, list the experiments. The same command resumes an interrupted experiment.
     """
     if results:
-        for one in [name] if name is not None else sorted(experiment.known()):
-            terminal.say(tables.recorded(experiment.read(one)))
+        chosen = [experiment.read(one) for one in ([name] if name is not None else sorted(experiment.known()))]
+        for part in (*map(tables.recorded, chosen), seeds.table(chosen)):
+            if part:
+                terminal.say(part)
         return
     if name is None:
         if not experiment.known():

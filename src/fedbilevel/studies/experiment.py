@@ -17,7 +17,8 @@ The file states the runs, the figures that the paper printed, and the last recor
     [panels.P]              a table or picture: title, and settings of this panel
     [rows.R]                a line in every panel, or in the panels of `only`: title, settings,
                             `in.P` for one panel, `paper.P` for the printed figures;
-                            `from.P = "NAME.P.R"` starts from a row of another experiment
+                            `from.P = "NAME.P.R"` starts from a row of another experiment;
+                            `tuning`: the budget of a search that [tuned] does not hold, in words
     [quick]                 smaller values for --quick: repetitions, rows, panels, settings
                             (of an algorithm: only settings that the row has)
     [tune]                  ranges that `fedbilevel tune` searches
@@ -47,6 +48,7 @@ from fedbilevel.runs.record import write_whole
 from fedbilevel.studies.experiment_checks import Tree, among, check_kinds, check_names
 
 FILE = "experiment.toml"
+_MEASURES = ("indirect",)  # settings that add figures to a run and do not change it
 _INHERITED = ("study", "repetitions", "figures", "plot", "verdict", "settings", "panels", "rows", "quick")
 
 
@@ -67,9 +69,8 @@ class Job:
     @property
     def digest(self) -> str:
         """Return a digest of the settings; a recorded result with another digest is out of date."""
-        return hashlib.blake2b(
-            json.dumps([self.study, self.settings], sort_keys=True).encode(), digest_size=6
-        ).hexdigest()
+        settings = {name: value for name, value in self.settings.items() if name not in _MEASURES}
+        return hashlib.blake2b(json.dumps([self.study, settings], sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ _ROW = {
     "in": "table",
     "from": "table",
     "paper": "table",
+    "tuning": "text",
 }
 _PLOT = {"x": "text", "y": "text", "log": "names", "kind": "text"}
 _VERDICT = {"rows": "names", "figure": "text"}

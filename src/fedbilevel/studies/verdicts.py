@@ -7,6 +7,7 @@ its better side, loses where it is on the other, and ties otherwise.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -36,10 +37,15 @@ def verdict(ours: Sequence[float], theirs: Sequence[float], *, lower_is_better: 
     """Compare two rows by the differences of their repetitions; one repetition decides nothing."""
     gaps = [one - other for one, other in zip(ours, theirs, strict=True)]
     mean, num = statistics.fmean(gaps), len(gaps)
-    half = math.inf if num < 2 else _quantile(num - 1) * statistics.stdev(gaps) / math.sqrt(num)
+    half = half_width(statistics.stdev(gaps) if num > 1 else 0.0, num)
     low, high = mean - half, mean + half
     better, worse = (high < 0, low > 0) if lower_is_better else (low > 0, high < 0)
     return Verdict(mean, low, high, "wins" if better else "loses" if worse else "ties")
+
+
+def half_width(deviation: float, num: int) -> float:
+    """Return half the width of Student's 95 % interval of a mean; infinite for one value."""
+    return math.inf if num < 2 else _quantile(num - 1) * deviation / math.sqrt(num)
 
 
 def judges(experiment: Experiment) -> list[str]:
@@ -92,6 +98,7 @@ def recorded_values(experiment: Experiment) -> dict[tuple[str, str], list[float]
     }
 
 
+@functools.cache
 def _quantile(freedom: int) -> float:
     """Return the two-sided quantile of Student's t by bisection of its integral."""
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)

@@ -7,10 +7,12 @@ num_iterations, num_rounds    the run ends at the first that it reaches
 target      METRIC=VALUE; with stop_at_target, the run ends at the target
 options     fraction, batch_size, sampling, ... (runs/options.py)
 measure_every, measure_growth, checkpoint_every
+indirect    true: also the figures of studies/indirect.py at the end
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from fedbilevel.runs.options import keywords
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Progress
 from fedbilevel.runs.solve import solve
-from fedbilevel.studies import given
+from fedbilevel.studies import given, indirect
 from fedbilevel.studies.comparison import Target, costs
 from fedbilevel.studies.outcome import RowOutcome
 
@@ -36,6 +38,7 @@ KNOWN = {
     "measure_every": "whole",
     "measure_growth": "number",
     "checkpoint_every": "whole",
+    "indirect": "flag",
 }
 
 
@@ -62,8 +65,12 @@ def run(
         return end.reached(now.rounds, rows)
 
     rows: Sequence[Mapping[str, Any]] = book.rows() if book.checkpoint.exists() else []
-    diverged = False
-    if not (rows and end.reached(rows[-1]["rounds"], rows)):  # an interrupted run may have reached its end
+    diverged, more = False, {}
+    ended = bool(rows) and end.reached(rows[-1]["rounds"], rows)  # an interrupted run may have reached its end
+    if ended and row.get("indirect"):  # its figures need the state, so the run is repeated
+        shutil.rmtree(folder)
+        ended = False
+    if not ended:
         built = task.repeated(repetition).build()
         pace = {name: row[name] for name in ("measure_every", "measure_growth", "checkpoint_every") if name in row}
         try:
@@ -83,9 +90,12 @@ def run(
             if result.stopped == "interrupted":
                 raise KeyboardInterrupt  # an incomplete run is not a result; its checkpoint is on disk
             rows, diverged = result.rows, result.stopped == "failed"
+            if row.get("indirect") and not diverged:
+                more = indirect.measured(built, algorithm, result, options)
         except NonFiniteError:
             rows, diverged = book.rows(), True
-    return _outcome(rows, target, diverged)
+    found = _outcome(rows, target, diverged)
+    return RowOutcome({**found.figures, **more}, found.curve)
 
 
 class _End(NamedTuple):
