@@ -164,12 +164,15 @@ class Simulation(Hosting, Server):
     def _absent(self) -> Iterable[int]:
         if self.drops is not None:
             return self.drops(self.iteration, self.call)
+        if not self.stragglers.dropout:
+            return ()
         return self.stragglers.absent(self.stream, self.ids[self._positions], self.iteration)
 
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
         """Return weighted sums over all processes, from one exchange."""
         mine = self.roster.within(places, weights)
-        return self.group.sum([total(rows, mine) for rows in sent.values()])
+        alike = self._alike(weights)
+        return self.group.sum([total(rows, mine, alike=alike) for rows in sent.values()])
 
     def _of_all(self, rows: Tensor) -> Tensor:
         return self.roster.rows(rows)

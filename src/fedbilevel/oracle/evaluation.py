@@ -141,9 +141,10 @@ class Plan:
         *,
         is_derivative: bool,
         padded: bool,
+        pooled: bool,
     ) -> None:
         losses = (evaluation.problem.upper, evaluation.problem.lower)
-        self.evaluation, self.chunk, self.calls = evaluation, chunk, 0
+        self.evaluation, self.chunk, self.pooled, self.calls = evaluation, chunk, pooled, 0
         low = evaluation.precision != "full" and is_derivative and key[0] not in _IN_FULL
         fast_low, low = low, low and "attention" not in evaluation.plain_kernels
         self.each = build(*(evaluation.flat(loss, padded=padded, low=low) for loss in losses))
