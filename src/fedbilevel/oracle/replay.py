@@ -108,6 +108,10 @@ class Replay:
         result = values[node] = operation(*args, **kwargs)
         if all(one in known for one in node.all_input_nodes):
             known.add(node)
+        elif operation is _aten.mul.Tensor and (other := _times_one(node, values, known)) is not None:
+            values[node] = other
+            return
+        args = _with_tensors(operation, args, result)
         memory = _own(result, (args, kwargs))
         if memory is None:  # views, or parts of a result that has been counted
             return
@@ -171,6 +175,29 @@ def _again(memory: Sequence[Tensor], operation: Callable[..., Any], args: Any, k
     result = operation(*args, **kwargs)
     for own, new in zip(memory, (result,) if isinstance(result, Tensor) else result, strict=True):
         own.copy_(new)
+
+
+def _times_one(node: fx.Node, values: dict[fx.Node, Any], known: set[fx.Node]) -> Tensor | None:
+    """Return the other factor of a product with ones, such as the first step of a backward pass."""
+    for one, other in (node.args, node.args[::-1]):
+        if one in known and isinstance(other, fx.Node) and bool((values[one] == 1).all()):  # type: ignore[index]
+            factor: Tensor = values[other]
+            if (factor.shape, factor.stride(), factor.dtype) == _form(values[node]):
+                return factor
+    return None
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _with_tensors(operation: Any, args: Any, result: Any) -> Any:
+    """Return the arguments with a factor as a tensor, because torch converts a number in every call."""
+    if operation is not _aten.mul.Tensor or isinstance(args[1], Tensor):
+        return args
+    first, number = args
+    exact = result.dtype == first.dtype and first.is_floating_point() and isinstance(number, int | float)
+    return (first, torch.tensor(number, dtype=first.dtype)) if exact else args
 
 
 def _own(result: Any, given: Any) -> list[Tensor] | None:

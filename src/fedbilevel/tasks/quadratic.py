@@ -261,15 +261,21 @@ def _log_cosh(v: Tensor) -> Tensor:
 
 
 def _lower(x: Any, y: Any, batch: Any) -> Tensor:
-    v = y["y"]
-    return 0.5 * torch.einsum("s,sij,i,j->", batch["weight"], batch["A"], v, v) - torch.einsum(
-        "s,si,i->", batch["weight"], batch["B"] @ x["x"] + batch["c"], v
-    )
+    # means over samples come first: they do not depend on x and y, so that repeated evaluations share them
+    w, v = batch["weight"], y["y"]
+    curved, mixed, linear = _mean(w, batch["A"]), _mean(w, batch["B"]), _mean(w, batch["c"])
+    return v @ (0.5 * (curved @ v) - mixed @ x["x"] - linear)
 
 
 def _upper(x: Any, y: Any, batch: Any) -> Tensor:
-    w, e, v = batch["weight"], y["y"] - batch["t"], x["x"]
-    lower_part = 0.5 * torch.einsum("s,sij,si,sj->", w, batch["D"], e, e)
-    return (
-        lower_part + 0.5 * torch.einsum("s,sij,i,j->", w, batch["R"], v, v) - torch.einsum("s,si,i->", w, batch["r"], v)
-    )
+    w, v, z = batch["weight"], y["y"], x["x"]
+    pulled = (batch["D"] @ batch["t"][..., None])[..., 0]  # D t, and D't where D is not symmetric
+    pushed = (batch["t"][..., None, :] @ batch["D"])[..., 0, :]
+    fixed = 0.5 * (w * (batch["t"] * pulled).sum(-1)).sum()
+    of_y = v @ (0.5 * (_mean(w, batch["D"]) @ v) - 0.5 * _mean(w, pulled + pushed)) + fixed
+    return of_y + z @ (0.5 * (_mean(w, batch["R"]) @ z) - _mean(w, batch["r"]))
+
+
+def _mean(weight: Tensor, samples: Tensor) -> Tensor:
+    """Return the mean over samples, of vectors or matrices."""
+    return (weight @ samples.flatten(1)).view(samples.shape[1:])
