@@ -21,7 +21,7 @@ class Held:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
         # by number of an array: places whose clients all hold it, and an empty part of them
         self._at: dict[int, tuple[Tensor, Tensor]] = {}
-        self._count = 0
+        self._count, self._nobody = 0, torch.zeros(num_clients, dtype=torch.bool)
 
     def mask(self, array: Tensor) -> Tensor:
         """Return (n,) flags of the clients that hold the array, by place, for changes in place.
@@ -70,7 +70,7 @@ class Held:
             known = (
                 weakref.ref(array, self._dropped(key)),
                 array._version,
-                torch.zeros(self.num_clients, dtype=torch.bool),
+                self._nobody.clone(),
                 self._count,
             )
             self._known[key] = known

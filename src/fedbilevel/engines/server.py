@@ -140,8 +140,11 @@ class Server(LayeredMeans):
         broadcast: Mapping[str, Value],
         join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]],
     ) -> SimpleNamespace:
-        with self.ledger.during(phase.__name__):
+        before = self.ledger.enter(phase.__name__)
+        try:
             return self._called(phase.__name__, broadcast, join)
+        finally:
+            self.ledger.leave(before)
 
     def _called(
         self,

@@ -37,7 +37,8 @@ class Bill:
         self.whole: Counter[str] = Counter()  # evaluations of all samples of a role, where clients have unequal numbers
 
     def add(self, batch: Batch, columns: Sequence[str]) -> None:
-        self.calls.update(columns)
+        for column in columns:
+            self.calls[column] += 1
         if batch.size is None:
             self.whole[batch.role] += 1
         else:
@@ -48,7 +49,7 @@ class Bill:
         if self.calls:
             host.ledger.charge_all(ids, self.calls)
         for role, number in self.whole.items():
-            host.ledger.charge("samples", ids, number * host.data_of(role).sizes[role][positions])
+            host.ledger.charge_each("samples", ids, host.sizes_at(role, positions), number)
 
 
 class Clients:
@@ -176,7 +177,7 @@ class Clients:
 
     def batch_size(self, role: str, *, outside: bool = False) -> int | None:
         size = self.host.batch_size
-        if not isinstance(size, Mapping):
+        if size is None or isinstance(size, int):
             return size
         return size[OUTSIDE] if outside and OUTSIDE in size else size.get(role)
 

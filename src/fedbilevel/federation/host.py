@@ -59,6 +59,7 @@ class Host(Population):
         self.parts = self._parts(algorithm.held_share())
         self._alike: dict[int, Tensor] = {}  # equal shares, by their number
         self._full: dict[tuple[int, int], Tensor] = {}
+        self._sizes_at: dict[str, Once[Tensor]] = {}
         self._numbers = Once(lambda ids, positions: ids[positions])
         self._shares_of = Once(self._shares)
         self.before_derivative: Callable[[], None] | None = None  # raises an error when a limit is reached
@@ -121,6 +122,12 @@ class Host(Population):
         """Return the numbers of the clients at `positions`."""
         return self._numbers(self.ids, positions)
 
+    def sizes_at(self, role: str, positions: Tensor) -> Tensor:
+        """Return the numbers of samples of the clients at `positions`."""
+        if role not in self._sizes_at:
+            self._sizes_at[role] = Once(lambda sizes, positions: sizes[positions])
+        return self._sizes_at[role](self.data_of(role).sizes[role], positions)
+
     def full(self, num: int, value: int) -> Tensor:
         """Return a column (num, 1) of one value on the device; it must not be changed."""
         if (num, value) not in self._full:
@@ -181,6 +188,7 @@ class Host(Population):
         self, name: str, result: Mapping[str, Tensor | Sparse | None], positions: Tensor
     ) -> tuple[str, int] | None:
         """Check the shapes of a result; return the name and client of a non-finite value, or None."""
+        is_finite = self._is_finite(result)
         for key, value in result.items():
             if value is None:
                 continue
@@ -195,11 +203,18 @@ class Host(Population):
                     f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} "
                     "clients: one row per client is needed."
                 )
-            if not math.isfinite(rows.sum().item()):  # one pass in the usual case; the sum may overflow
+            if not is_finite:
                 bad = ~torch.isfinite(rows).all(1)
                 if bool(bad.any()):
                     return key, int(self.ids[positions[bad.cpu()][0]])
         return None
+
+    @staticmethod
+    def _is_finite(result: Mapping[str, Tensor | Sparse | None]) -> bool:
+        """Return whether a result is finite; where its sum overflows, the answer may be no."""
+        rows = [value.rows if isinstance(value, Sparse) else value for value in result.values() if value is not None]
+        sums = [one[:1].sum() if one.ndim == 2 and one.stride(0) == 0 else one.sum() for one in rows]
+        return all(math.isfinite(one.item()) for one in sums)
 
     def check(self) -> None:
         """Raise an error if a replayed phase returned a value that is not finite.

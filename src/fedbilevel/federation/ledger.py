@@ -86,6 +86,8 @@ class Ledger:
         self._columns = {name: torch.zeros(num_clients, dtype=torch.int64) for name in COLUMNS}
         # by id of a tensor of clients: the tensor and its charges, which are added when columns are read
         self._due: dict[int, tuple[Tensor, Counter[str]]] = {}
+        # the same for charges that differ between clients: clients, column, charges of one time, their sum, times
+        self._due_each: dict[tuple[int, int, str], tuple[Tensor, str, Tensor, int, list[int]]] = {}
         self.since: dict[str, Counter[str]] = {LOCAL: Counter()}  # by phase, since this ledger was made or loaded
         self._before: dict[str, Counter[str]] = {}  # by phase, as loaded
         self._phase = LOCAL
@@ -101,13 +103,17 @@ class Ledger:
             clients = ids.cpu().numpy()
             for column, amount in amounts.items():
                 np.add.at(self._columns[column].numpy(), clients, amount)
+        for ids, column, each, _, (times,) in self._due_each.values():
+            np.add.at(self._columns[column].numpy(), ids.cpu().numpy(), times * each.cpu().numpy())
         self._due.clear()
+        self._due_each.clear()
         return self._columns
 
     @columns.setter
     def columns(self, columns: dict[str, Tensor]) -> None:
         self._columns = columns
         self._due.clear()
+        self._due_each.clear()
 
     @property
     def edges(self) -> dict[str, Tensor]:
@@ -128,12 +134,21 @@ class Ledger:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Charge costs to the phase of that name within this context."""
-        before, self._phase = self._phase, phase
-        self.since.setdefault(phase, Counter())  # also at a rank that has no client in it
+        before = self.enter(phase)
         try:
             yield
         finally:
-            self._phase = before
+            self.leave(before)
+
+    def enter(self, phase: str) -> str:
+        """Charge costs to a phase from now on; return the phase before it, for `leave`."""
+        before, self._phase = self._phase, phase
+        if phase not in self.since:
+            self.since[phase] = Counter()  # also at a rank that has no client in it
+        return before
+
+    def leave(self, before: str) -> None:
+        self._phase = before
 
     def count_round(self) -> None:
         self.rounds += 1
@@ -173,6 +188,17 @@ class Ledger:
         for column, amount in amounts.items():
             since[column] += amount * num
             due[1][column] += amount
+
+    def charge_each(self, column: str, ids: Tensor, each: Tensor, times: int) -> None:
+        """Charge some clients `times` times, each its own amount; neither tensor may change later."""
+        key = (id(ids), id(each), column)
+        due = self._due_each.get(key)
+        if due is None:
+            if len(self._due_each) >= _MOST_DUE:
+                _ = self.columns
+            due = self._due_each[key] = (ids, column, each, int(each.sum()), [0])
+        due[4][0] += times
+        self._add(column, times * due[3])
 
     def charge_message(self, direction: str, ids: Tensor, floats: int | Tensor, itemsize: int) -> None:
         if isinstance(floats, Tensor):
