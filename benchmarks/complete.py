@@ -26,7 +26,9 @@ class Complete:
     `fednest` and `fbo_aggitd` run one outer iteration from (x, y), which are matrices.
     """
 
-    def __init__(self, built: Built, algorithm: Any, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    def __init__(
+        self, built: Built, algorithm: Any, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         self.algorithm = algorithm
         self.images: dict[str, Tensor] = {}  # by role: (clients, samples, pixels + 1)
         self.labels: dict[str, Tensor] = {}  # by role: (clients, samples, classes), zeros and ones
@@ -77,7 +79,9 @@ class Complete:
             q = features.T @ (found - labels) / len(features) + L2 * start
         k, num, b = call.indices.shape
         lr, size = self.algorithm.lr_lower / num, self.images["train"].shape[1]
-        places = (call.indices + torch.arange(k, device=x.device).view(-1, 1, 1) * size).transpose(0, 1).reshape(num, -1)
+        places = (
+            (call.indices + torch.arange(k, device=x.device).view(-1, 1, 1) * size).transpose(0, 1).reshape(num, -1)
+        )
         fixed = lr * (q - L2 * start)
         y = (start - lr * q).expand(k, -1, -1)  # in the first step the two gradients are at one point
         for place in places[1:]:

@@ -166,20 +166,23 @@ class Case:
 def rows(setup: Setup) -> list[Row]:
     found: list[Row] = []
     for name in ("fedbio", "fbo_aggitd"):
-        case = Case(setup, name)
-        programs = {FLOOR: case.torch_by_hand()[0], "numpy by hand": case.numpy_by_hand()[0], "engine": case.engine()[0]}
-        for advance in programs.values():
-            for _ in range(case.warm):
-                advance()
-        turns: dict[str, Callable[[], float]] = {
-            **{what: lambda advance=advance: case.seconds_of(advance) for what, advance in programs.items()},
-            "solve": lambda: case.solved()[0],
-            "solve with a record": lambda: case.recorded()[0],
-            "solve, measuring every iteration": lambda: case.solved(measure_every=1)[0],
-        }
-        seconds: dict[str, list[float]] = {what: [] for what in turns}
-        for _ in range(setup.rounds):
-            for what, turn in turns.items():
-                seconds[what].append(turn())
-        found += rows_of(name, {what: Timing.of(values) for what, values in seconds.items()}, floor=FLOOR)
+        found += _rows(setup, Case(setup, name))
     return found
+
+
+def _rows(setup: Setup, case: Case) -> list[Row]:
+    programs = {FLOOR: case.torch_by_hand()[0], "numpy by hand": case.numpy_by_hand()[0], "engine": case.engine()[0]}
+    for advance in programs.values():
+        for _ in range(case.warm):
+            advance()
+    turns: dict[str, Callable[[], float]] = {
+        **{what: lambda advance=advance: case.seconds_of(advance) for what, advance in programs.items()},
+        "solve": lambda: case.solved()[0],
+        "solve with a record": lambda: case.recorded()[0],
+        "solve, measuring every iteration": lambda: case.solved(measure_every=1)[0],
+    }
+    seconds: dict[str, list[float]] = {what: [] for what in turns}
+    for _ in range(setup.rounds):
+        for what, turn in turns.items():
+            seconds[what].append(turn())
+    return rows_of(case.name, {what: Timing.of(values) for what, values in seconds.items()}, floor=FLOOR)

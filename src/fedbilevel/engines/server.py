@@ -101,7 +101,7 @@ class Server(LayeredMeans):
 
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
         """Return weighted sums of the rows of all clients at `places`, in float64."""
-        alike = self._alike(weights)
+        alike = self._are_ones(weights)
         return [total(rows, weights, alike=alike) for rows in sent.values()]
 
     def _of_all(self, rows: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class Server(LayeredMeans):
     def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
         """Return weighted means, each from a sum that is divided once."""
         weights = self._counts(places, times)
-        whole = self._whole(weights)
+        whole = self._sum_of_weights(weights)
         totals = self._summed(sent, places, weights)
         return {name: (one / whole).to(rows.dtype) for (name, rows), one in zip(sent.items(), totals, strict=True)}
 
@@ -165,12 +165,12 @@ class Server(LayeredMeans):
                 gathered[name] = self._keep(name, places)
             elif isinstance(value, Encoded):
                 for column, paid in (("floats_up", value.floats), ("bytes_up", value.num_bytes)):
-                    self.ledger.charge(column, self._numbers(places), paid)
+                    self.ledger.charge(column, self._numbers_at(places), paid)
                 encoded[name], sent[name] = value, value.rows
             elif value is not None:
                 rows = value.rows if isinstance(value, Sparse) else value
                 kept, places_of = (value.num_kept, 4) if isinstance(value, Sparse) else (rows.shape[1], 0)
-                self.ledger.charge_message("up", self._numbers(places), kept, rows.element_size() + places_of)
+                self.ledger.charge_message("up", self._numbers_at(places), kept, rows.element_size() + places_of)
                 sent[name] = rows
         if encoded and join == self._means:
             gathered.update(self._layered_means(encoded, places, times))
@@ -263,20 +263,20 @@ class Server(LayeredMeans):
         """Set the weight of each client in a mean over all clients, by place."""
         self.weights_by_place, self.weights = weights, weights[self.place_of]
         self._sampler = Sampler(self.cohort, self.weights)
-        self._everyone: tuple[Tensor, Tensor] | None = None  # the cohort, if it is the same in every round
-        self._whole = Once(lambda weights: float(weights.sum()))
-        self._alike = Once(lambda weights: bool((weights == 1).all()))
+        self._all_places: tuple[Tensor, Tensor] | None = None  # the cohort, if it is the same in every round
+        self._sum_of_weights = Once(lambda weights: float(weights.sum()))
+        self._are_ones = Once(lambda weights: bool((weights == 1).all()))
 
     def _draw_cohort(self) -> None:
         self._draws += 1
-        if self._everyone is not None:
-            self._positions, self._times = self._everyone
+        if self._all_places is not None:
+            self._positions, self._times = self._all_places
             return
         numbers, times = self._sampler.draw(self.stream, self.iteration, self._draws)
         self._positions, sorting = self.place_of[numbers].sort()
         self._times = times[sorting]
         if self._sampler.is_everyone:
-            self._everyone = self._positions, self._times
+            self._all_places = self._positions, self._times
 
     def _present(self, values: Collection[Value]) -> tuple[Tensor, Tensor]:
         """Return the places and times of the cohort members that can answer.
@@ -320,11 +320,11 @@ class Server(LayeredMeans):
         """
         lacks = self._held.lacking(value, places)
         if lacks.shape[0]:
-            ids = self._numbers(places) if lacks is places else self.ids[lacks]
+            ids = self._numbers_at(places) if lacks is places else self.ids[lacks]
             self.ledger.charge_message("down", ids, value.shape[-1], value.element_size())
         return lacks
 
-    def _numbers(self, places: Tensor) -> Tensor:
+    def _numbers_at(self, places: Tensor) -> Tensor:
         """Return the numbers of the clients at `places`."""
         return self._numbers_of(self.ids, places)
 

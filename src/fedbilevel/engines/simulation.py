@@ -171,7 +171,7 @@ class Simulation(Hosting, Server):
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
         """Return weighted sums over all processes, from one exchange."""
         mine = self.roster.within(places, weights)
-        alike = self._alike(weights)
+        alike = self._are_ones(weights)
         return self.group.sum([total(rows, mine, alike=alike) for rows in sent.values()])
 
     def _of_all(self, rows: Tensor) -> Tensor:

@@ -135,9 +135,7 @@ class Clients:
 
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
         """Draw a batch outside the local steps, with the draw of the first step."""
-        return StepSchedule(self, None, 1).batch(
-            role, purpose, 0, self.batch_size(role, outside=True), times, None
-        )
+        return StepSchedule(self, None, 1).batch(role, purpose, 0, self.batch_size(role, outside=True), times, None)
 
     def samples(self, role: str) -> list[dict[str, Tensor]]:
         """Return all samples of every client, each with its own number of rows.

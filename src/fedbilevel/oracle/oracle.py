@@ -203,8 +203,8 @@ class Oracle(Evaluation):
             if self.adapts and self.takes_plain_kernels([error]):
                 return self._map(kind, build, vectors, batches, shares, alone=alone)
             raise ProblemError(
-                f"the derivative {_name(kind)!r} of a loss cannot be computed ({plainly(error)}): write that operation of the "
-                "loss in other operations, or use an algorithm without second derivatives, such as 'penalty'."
+                f"the derivative {_name(kind)!r} of a loss cannot be computed ({plainly(error)}): write that operation "
+                "of the loss in other operations, or use an algorithm without second derivatives, such as 'penalty'."
             ) from error
 
     def _plan(

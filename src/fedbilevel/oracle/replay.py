@@ -101,7 +101,8 @@ class Replay:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and (schema.is_mutable or _RANDOM in node.target.tags):  # type: ignore[union-attr]
             raise Unfit
-        args, kwargs = (fx.map_arg(given, values.__getitem__) for given in (node.args, node.kwargs))
+        args: Any = fx.map_arg(node.args, values.__getitem__)
+        kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
         operation: Any = node.target
         if operation is _aten.cat.default and len(args[0]) == 1:
             operation, args = _aten.alias.default, (args[0][0],)  # joining one part copies it

@@ -302,9 +302,10 @@ class ClientData:
 
         Adjacent clients with equal numbers of samples need no copy.
         """
-        kept, counts = self._whole.get(role), self.sizes[role][positions]
-        if kept is not None and torch.equal(kept[0], positions):
+        kept = self._whole.get(role)
+        if kept is not None and (kept[0] is positions or torch.equal(kept[0], positions)):
             return kept[1]
+        counts = self.sizes[role][positions]
         k, width = len(positions), int(counts[0])
         if width == 0 or bool((counts != width).any()) or bool((positions.diff() != 1).any()):
             return self._padded(positions, role)
