@@ -130,9 +130,12 @@ class Host(Population):
 
     def full(self, num: int, value: int) -> Tensor:
         """Return a column (num, 1) of one value on the device; it must not be changed."""
-        if (num, value) not in self._full:
-            self._full[num, value] = torch.full((num, 1), value, dtype=self.dtype, device=self.device)
-        return self._full[num, value]
+        found = self._full.get((num, value))
+        if found is None:
+            found = torch.full((num, 1), value, dtype=self.dtype, device=self.device)
+            if self.device.type == "cpu":  # memory of a captured phase belongs to that phase
+                self._full[num, value] = found
+        return found
 
     def width(self, name: str) -> int:
         space = self.algorithm.space(name)
