@@ -180,7 +180,7 @@ def rows(setup: Setup) -> list[Row]:
         (loop, other), (keeping, _), (by_hand, last) = (
             case.loop(plans, kind) for kind in (Loop, KeepingLoop, Complete)
         )
-        contestants = {
+        contestants: dict[str, Callable[[], Any]] = {
             "library": ours,
             **compiled,
             BY_HAND: by_hand,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,7 +177,7 @@ def _rows(setup: Setup, case: Case) -> list[Row]:
         for _ in range(case.warm):
             advance()
     turns: dict[str, Callable[[], float]] = {
-        **{what: lambda advance=advance: case.seconds_of(advance) for what, advance in programs.items()},
+        **{what: partial(case.seconds_of, advance) for what, advance in programs.items()},
         "solve": lambda: case.solved()[0],
         "solve with a record": lambda: case.recorded()[0],
         "solve, measuring every iteration": lambda: case.solved(measure_every=1)[0],
