@@ -34,9 +34,9 @@ network with derivatives written out and no loop over clients (`benchmarks/compl
 by default, and `compiled` the strategy of that name. `differs` is how far the loop's x or that of the program by hand
 is from the library's at the end, relative to its norm, whichever is larger. The floor is that of
 the whole iteration: features once per x and cohort, then the products and gathers of every gradient and product that
-the algorithm asks for; pairs of gradients that cancel in a first local step count nothing. Aims: the loop takes at least 6 times as long as the library on two cores, the library at
-most 3 times as long as the floor (5 on CUDA). Goal: the library takes at most 1.3 times as long as the program by hand
-(1.5 on CUDA)."""
+the algorithm asks for; pairs of gradients that cancel in a first local step count nothing.
+Aims: the loop takes at least 6 times as long as the library on two cores, the library at most 3 times as long as the floor (5 on
+CUDA). Goal: the library takes at most 1.3 times as long as the program by hand (1.5 on CUDA)."""
 
 STEPS: dict[str, Any] = {"lr_lower": 0.33, "lr_upper": 0.5, "lr_system": 0.0035, "num_upper_steps": 1}
 MEAN_FACTORS = 2
