@@ -23,20 +23,20 @@ from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation.algorithm import Cohort
 
 TITLE = "One outer iteration in FedNest's published setting"
-ABOUT = """Hyper-representation on shards of MNIST: 100 clients of 480 training and 120 validation images, a tenth
-of them in a cohort, network 784-200-10, five local epochs of batch 64 on y (38 steps), one step on x, quantities
-outside local steps on all of a client's samples. FedNest: T = 1, N = 5, iterations in which two of the factors are
-drawn, the mean; FBO-AggITD: N = 5. Against a loop over clients with `torch.autograd` (`benchmarks/published.py`)
-that is given the same cohorts and minibatches: one cohort for the whole iteration, about as in the published code,
-which draws one for each level, or a new one for every factor of the series, which is the library's default (not on
-CUDA). A second loop keeps the features of samples while x stands still. `by hand, complete` is a program for this one
-network with derivatives written out and no loop over clients (`benchmarks/complete.py`). `library` is what users get
-by default, and `compiled` the strategy of that name. `differs` is how far the loop's x or that of the program by hand
-is from the library's at the end, relative to its norm, whichever is larger. The floor is that of
-the whole iteration: features once per x and cohort, then the products and gathers of every gradient and product that
-the algorithm asks for; pairs of gradients that cancel in a first local step count nothing.
-Aims: the loop takes at least 6 times as long as the library on two cores, the library at most 3 times as long as the floor (5 on
-CUDA). Goal: the library takes at most 1.3 times as long as the program by hand (1.5 on CUDA)."""
+ABOUT = """Hyper-representation on shards of MNIST: 100 clients of 480 training and 120 validation images, a tenth of
+them in a cohort, network 784-200-10, five local epochs of batch 64 on y (38 steps), one step on x, quantities outside
+local steps on all of a client's samples. FedNest: T = 1, N = 5, iterations in which two of the factors are drawn, the
+mean; FBO-AggITD: N = 5. Against a loop over clients with `torch.autograd` (`benchmarks/published.py`) that is given
+the same cohorts and minibatches: one cohort for the whole iteration, about as in the published code, which draws one
+for each level, or a new one for every factor of the series, which is the library's default (not on CUDA). A second
+loop keeps the features of samples while x stands still. `by hand, complete` is a program for this one network with
+derivatives written out and no loop over clients (`benchmarks/complete.py`). `library` is what users get by default,
+and `compiled` the strategy of that name. `differs` is how far the loop's x or that of the program by hand is from the
+library's at the end, relative to its norm, whichever is larger. The floor is that of the whole iteration: features
+once per x and cohort, then the products and gathers of every gradient and product that the algorithm asks for; pairs
+of gradients that cancel in a first local step count nothing. Aims: the loop takes at least 6 times as long as the
+library on two cores, the library at most 3 times as long as the floor (5 on CUDA). Goal: the library takes at most
+1.3 times as long as the program by hand (1.5 on CUDA)."""
 
 STEPS: dict[str, Any] = {"lr_lower": 0.33, "lr_upper": 0.5, "lr_system": 0.0035, "num_upper_steps": 1}
 MEAN_FACTORS = 2
