@@ -20,6 +20,7 @@ from fedbilevel.errors import FedBilevelError
 SECTIONS = (
     "paths",
     "iteration",
+    "tiny",
     "algorithms",
     "busy",
     "growth",

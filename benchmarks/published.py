@@ -104,17 +104,15 @@ class Loop:
 
     # ---- one client ------------------------------------------------------------------------------------------------
 
-    def batch(self, client: int, role: str, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def batch(self, client: int, role: str, index: Tensor | None = None) -> Any:
         images, labels = self.data[client][role]
         return (images, labels) if index is None else (images[index], labels[index])
 
-    @staticmethod
-    def upper(x: Parameters, y: Parameters, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def upper(self, x: Parameters, y: Parameters, batch: Any) -> Tensor:
         return cross_entropy(linear(linear(batch[0], *x).relu(), *y), batch[1])
 
-    @classmethod
-    def lower(cls, x: Parameters, y: Parameters, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return cls.upper(x, y, batch) + 0.5 * L2 * sum((leaf**2).sum() for leaf in y)
+    def lower(self, x: Parameters, y: Parameters, batch: Any) -> Tensor:
+        return self.upper(x, y, batch) + 0.5 * L2 * sum((leaf**2).sum() for leaf in y)
 
     def lower_gradient(self, x: Parameters, y: Parameters, batch: Any) -> Parameters:
         y = _leaves(y)
@@ -213,6 +211,30 @@ class Loop:
     def _factor(self, client: int, x: Parameters, y: Parameters, p: Parameters) -> Parameters:
         hp = self.product(x, y, p, self.batch(client, "train"), by_x=False)
         return [a - self.algorithm.lr_system * b for a, b in zip(p, hp, strict=True)]
+
+
+class KeepingLoop(Loop):
+    """The same loop, which keeps the features of a client's samples while x stands still."""
+
+    _at: Parameters | None = None
+    _kept: dict[tuple[int, str], Tensor]
+
+    def batch(self, client: int, role: str, index: Tensor | None = None) -> Any:
+        return client, role, index
+
+    def upper(self, x: Parameters, y: Parameters, batch: Any) -> Tensor:
+        client, role, index = batch
+        images, labels = self.data[client][role]
+        if x[0].requires_grad:
+            return super().upper(x, y, super().batch(client, role, index))
+        if x is not self._at:
+            self._at, self._kept = x, {}
+        if (client, role) not in self._kept:
+            self._kept[client, role] = linear(images, *x).relu()
+        features = self._kept[client, role]
+        if index is not None:
+            features, labels = features[index], labels[index]
+        return cross_entropy(linear(features, *y), labels)
 
 
 def _leaves(parameters: Parameters) -> Parameters:

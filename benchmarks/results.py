@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import goals
 from benchmarks.clock import Row, Setup
 from fedbilevel.runs.record import make_folder, write_whole
 from fedbilevel.runs.resume import versions
@@ -45,6 +47,7 @@ def circumstances(setup: Setup) -> dict[str, Any]:
         "small": setup.small,
         "versions": versions(),
         "system": platform.platform(),
+        "load": list(os.getloadavg()),
         "commit": commit(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -72,6 +75,8 @@ def page(folder: Path = FOLDER) -> str:
         "README.md says what is measured and what floors are.",
     ]
     parts += ["Ratios can be compared between commits; seconds belong to the machine that is named.", ""]
+    files = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
+    parts += ["## Goals", "", goals.table(files), ""]
     for path in sorted(folder.glob("*.json")):
         parts += [f"## {path.stem}", ""]
         for name, section in read(path).items():
@@ -91,10 +96,11 @@ def _where(section: Mapping[str, Any]) -> str:
     gpu = f"{where['gpu']}, " if "gpu" in where else ""
     small = ", the small version: its figures mean nothing" if where["small"] else ""
     found = where["versions"]
+    load = f", load average {where['load'][0]:.1f} at the start" if "load" in where else ""
     return (
         f"{gpu}{where['machine']}, {where['threads']} threads, torch {found['torch']}, Python {found['python']}, "
         f"commit {where['commit']}, {where['time']}, "
-        f"medians of {where['rounds']} rounds{small}."
+        f"medians of {where['rounds']} rounds{load}{small}."
     )
 
 

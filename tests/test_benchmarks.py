@@ -25,11 +25,13 @@ from benchmarks import (
     results,
     soak,
     sockets,
+    tiny,
 )
 from benchmarks.clock import Setup, Timing, compare, rows_of
+from benchmarks.complete import Complete, as_vector
 from benchmarks.floors import Floor
 from benchmarks.iteration import Case
-from benchmarks.published import flat
+from benchmarks.published import KeepingLoop, Loop, flat
 
 SMALL = Setup(threads=1, small=True, rounds=2)
 pytestmark = pytest.mark.usefixtures("same_threads")
@@ -72,8 +74,9 @@ def test_the_page_of_results_is_what_the_files_hold():
     assert (results.FOLDER.parent / "RESULTS.md").read_text() == results.page()
 
 
+@pytest.mark.parametrize("kind", [Loop, KeepingLoop, Complete])
 @pytest.mark.parametrize("name", ["fednest", "fbo_aggitd"])
-def test_the_loop_over_clients_goes_where_the_library_goes(name):
+def test_programs_that_are_given_the_draws_go_where_the_library_goes(name, kind):
     case = Case(SMALL, name, problems.mnist(SMALL, 4), dtype=torch.float64)
     case.algorithm = dataclasses.replace(case.algorithm, num_upper_steps=3, lr_lower=0.9, lr_upper=2.0, lr_system=0.4)
     iterations = case.iterations(3)
@@ -81,18 +84,36 @@ def test_the_loop_over_clients_goes_where_the_library_goes(name):
     assert {len(call.positions) for plan in plans.values() for call in plan} == {2}  # a cohort
     assert len({tuple(call.positions) for plan in plans.values() for call in plan}) > 1  # drawn anew
     ours, state = case.ours(iterations)
-    loop, other = case.loop(plans, dtype=torch.float64)
-    start = [flat(part) for part in other[0]]
+    loop, other = case.loop(plans, kind, dtype=torch.float64)
+    vector = as_vector if kind is Complete else flat
+    start = [vector(part) for part in other[0]]
     for _ in iterations:
         ours()
         loop()
     for mine, theirs, first in zip(state[0], other[0], start, strict=True):
         moved, apart = (
             float(torch.linalg.vector_norm(v) / torch.linalg.vector_norm(first))
-            for v in (mine - first, mine - flat(theirs))
+            for v in (mine - first, mine - vector(theirs))
         )
         assert moved > 0.05
         assert apart < 1e-9
+
+
+@pytest.mark.parametrize("name", ["fedbio", "fbo_aggitd"])
+def test_programs_for_a_tiny_problem_go_where_the_library_goes(name):
+    case = tiny.Case(SMALL, name, torch.float64)
+    programs = [case.torch_by_hand(), case.numpy_by_hand(), case.engine()]
+    num = case.warm + case.num + 1
+    for advance, _ in programs:
+        for _ in range(num):
+            advance()
+    solved = case.solved()[1]
+    assert solved.iteration == num
+    for part in ("x", "y"):
+        wanted = solved.x["x"] if part == "x" else solved.y["y"]
+        assert float(torch.linalg.vector_norm(wanted)) > 0.01
+        for _, state in programs:
+            torch.testing.assert_close(torch.as_tensor(getattr(state[0], part)), wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_iterations_of_fednest_that_are_timed_draw_the_mean_number_of_factors():

@@ -19,14 +19,33 @@ class Held:
     def __init__(self, num_clients: int) -> None:
         self.num_clients = num_clients
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
-        self._count = 0
+        # by number of an array: places whose clients all hold it, and an empty part of them
+        self._at: dict[int, tuple[Tensor, Tensor]] = {}
+        self._count, self._nobody = 0, torch.zeros(num_clients, dtype=torch.bool)
 
     def mask(self, array: Tensor) -> Tensor:
         """Return (n,) flags of the clients that hold the array, by place, for changes in place.
 
         An array that was modified in place counts as new.
         """
-        return self._entry(array)[2]
+        _, _, mask, number = self._entry(array)
+        self._at.pop(number, None)
+        return mask
+
+    def lacking(self, array: Tensor, places: Tensor) -> Tensor:
+        """Return the places whose clients do not hold the array; they hold it from now on."""
+        before = self._count
+        _, _, mask, number = self._entry(array)
+        known = self._at.get(number)
+        if known is not None and known[0] is places:
+            return known[1]
+        lacks = places if number > before else places[~mask[places]]
+        if lacks.shape[0] == self.num_clients:
+            mask.fill_(True)
+        else:
+            mask[lacks] = True
+        self._at[number] = (places, places[:0])
+        return lacks
 
     def number(self, array: Tensor) -> int:
         return self._entry(array)[3]
@@ -37,6 +56,7 @@ class Held:
 
     def forget(self, place: int) -> None:
         """Record that the client at this place no longer holds any array."""
+        self._at.clear()
         for _, _, mask, _ in self._known.values():
             mask[place] = False
 
@@ -44,11 +64,13 @@ class Held:
         key = id(array)
         known = self._known.get(key)
         if known is None or known[0]() is not array or known[1] != array._version:
+            if known is not None:
+                self._at.pop(known[3], None)
             self._count += 1
             known = (
                 weakref.ref(array, self._dropped(key)),
                 array._version,
-                torch.zeros(self.num_clients, dtype=torch.bool),
+                self._nobody.clone(),
                 self._count,
             )
             self._known[key] = known
@@ -59,6 +81,6 @@ class Held:
             if (
                 key in self._known and self._known[key][0] is dead
             ):  # the number may have been given to a new array meanwhile
-                del self._known[key]
+                self._at.pop(self._known.pop(key)[3], None)
 
         return forget

@@ -14,6 +14,7 @@ from fedbilevel.engines import layered
 from fedbilevel.federation.algorithm import Cohort, Sparse
 from fedbilevel.federation.sampling import Sampler
 from fedbilevel.problem.draws import Stream
+from fedbilevel.problem.once import Once
 
 # by name, one row per client that answered; None: not sent, or kept at the client
 Answers = dict[str, "Tensor | Sparse | Encoded | None"]
@@ -30,6 +31,7 @@ class LayeredMeans:
     iteration: int
     _positions: Tensor
     _sampler: Sampler
+    _counts_of: Once[Tensor]
 
     # ---- what an engine says --------------------------------------------------------------------------------------
 
@@ -53,7 +55,7 @@ class LayeredMeans:
 
     def _counts(self, places: Tensor, times: Tensor) -> Tensor:
         """Return the weights in the cohort's mean of members, each drawn `times` times."""
-        return times * self._sampler.member_weights[self.ids[places]]
+        return self._counts_of(times, self._sampler.member_weights, self.ids, places)
 
     def _layered_means(self, sent: Mapping[str, Encoded], places: Tensor, times: Tensor) -> dict[str, Tensor]:
         """Return means through the layer; rows are those of the clients in this process."""

@@ -7,7 +7,7 @@ organisations is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,7 @@ from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.sampling import Sampler
 from fedbilevel.oracle.portions import total
 from fedbilevel.problem.draws import SERVER, Stream
+from fedbilevel.problem.once import Once
 from fedbilevel.problem.problem import Problem
 
 
@@ -70,6 +71,8 @@ class Server(LayeredMeans):
         self._versions: dict[str, int] = {}
         self._kept_in: dict[str, Tensor] = {}  # the outer iteration in which each client last wrote its row
         self._held = Held(self.num_clients)
+        self._numbers_of = Once(lambda ids, places: ids[places])
+        self._counts_of = Once(lambda times, weights, ids, places: times * weights[ids[places]])
         self.iteration = self.call = self._draws = self.num_answers = 0
         self._draw_cohort()
         if layer is not None:
@@ -98,7 +101,8 @@ class Server(LayeredMeans):
 
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
         """Return weighted sums of the rows of all clients at `places`, in float64."""
-        return [total(rows, weights) for rows in sent.values()]
+        alike = self._are_ones(weights)
+        return [total(rows, weights, alike=alike) for rows in sent.values()]
 
     def _of_all(self, rows: Tensor) -> Tensor:
         """Return rows of all clients by place, from the rows of this process."""
@@ -117,7 +121,7 @@ class Server(LayeredMeans):
     def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
         """Return weighted means, each from a sum that is divided once."""
         weights = self._counts(places, times)
-        whole = float(weights.sum())
+        whole = self._sum_of_weights(weights)
         totals = self._summed(sent, places, weights)
         return {name: (one / whole).to(rows.dtype) for (name, rows), one in zip(sent.items(), totals, strict=True)}
 
@@ -136,8 +140,11 @@ class Server(LayeredMeans):
         broadcast: Mapping[str, Value],
         join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]],
     ) -> SimpleNamespace:
-        with self.ledger.during(phase.__name__):
+        before = self.ledger.enter(phase.__name__)
+        try:
             return self._called(phase.__name__, broadcast, join)
+        finally:
+            self.ledger.leave(before)
 
     def _called(
         self,
@@ -149,7 +156,7 @@ class Server(LayeredMeans):
         means = join == self._means and self.layer is None
         asked = self._ask(phase, broadcast, *self._present(broadcast.values()), means)
         answers, places, times = self._whole_groups(*asked)
-        self.num_answers = len(places)
+        self.num_answers = places.shape[0]
         gathered: dict[str, Any] = dict.fromkeys(answers)
         sent: dict[str, Tensor] = {}
         encoded: dict[str, Encoded] = {}
@@ -158,12 +165,12 @@ class Server(LayeredMeans):
                 gathered[name] = self._keep(name, places)
             elif isinstance(value, Encoded):
                 for column, paid in (("floats_up", value.floats), ("bytes_up", value.num_bytes)):
-                    self.ledger.charge(column, self.ids[places], paid)
+                    self.ledger.charge(column, self._numbers_at(places), paid)
                 encoded[name], sent[name] = value, value.rows
             elif value is not None:
                 rows = value.rows if isinstance(value, Sparse) else value
                 kept, places_of = (value.num_kept, 4) if isinstance(value, Sparse) else (rows.shape[1], 0)
-                self.ledger.charge_message("up", self.ids[places], kept, rows.element_size() + places_of)
+                self.ledger.charge_message("up", self._numbers_at(places), kept, rows.element_size() + places_of)
                 sent[name] = rows
         if encoded and join == self._means:
             gathered.update(self._layered_means(encoded, places, times))
@@ -256,21 +263,31 @@ class Server(LayeredMeans):
         """Set the weight of each client in a mean over all clients, by place."""
         self.weights_by_place, self.weights = weights, weights[self.place_of]
         self._sampler = Sampler(self.cohort, self.weights)
+        self._all_places: tuple[Tensor, Tensor] | None = None  # the cohort, if it is the same in every round
+        self._sum_of_weights = Once(lambda weights: float(weights.sum()))
+        self._are_ones = Once(lambda weights: bool((weights == 1).all()))
 
     def _draw_cohort(self) -> None:
         self._draws += 1
+        if self._all_places is not None:
+            self._positions, self._times = self._all_places
+            return
         numbers, times = self._sampler.draw(self.stream, self.iteration, self._draws)
         self._positions, sorting = self.place_of[numbers].sort()
         self._times = times[sorting]
+        if self._sampler.is_everyone:
+            self._all_places = self._positions, self._times
 
-    def _present(self, values: Iterable[Value]) -> tuple[Tensor, Tensor]:
+    def _present(self, values: Collection[Value]) -> tuple[Tensor, Tensor]:
         """Return the places and times of the cohort members that can answer.
 
         Absent clients are excluded, and so are clients that missed a call of this outer iteration
         whose result they need now.
         """
-        here = torch.ones(len(self._positions), dtype=torch.bool)
         absent = sorted(self._absent())
+        if not absent and not any(isinstance(value, Kept) and value.iteration == self.iteration for value in values):
+            return self._positions, self._times
+        here = torch.ones(len(self._positions), dtype=torch.bool)
         if absent:
             here &= ~torch.isin(self.ids[self._positions], torch.tensor(absent, dtype=torch.int64))
         for value in values:
@@ -301,11 +318,15 @@ class Server(LayeredMeans):
 
         The array is recorded as held by them from now on, and sending it is charged.
         """
-        held = self._held.mask(value)
-        lacks = places[~held[places]]
-        self.ledger.charge_message("down", self.ids[lacks], value.shape[-1], value.element_size())
-        held[lacks] = True
+        lacks = self._held.lacking(value, places)
+        if lacks.shape[0]:
+            ids = self._numbers_at(places) if lacks is places else self.ids[lacks]
+            self.ledger.charge_message("down", ids, value.shape[-1], value.element_size())
         return lacks
+
+    def _numbers_at(self, places: Tensor) -> Tensor:
+        """Return the numbers of the clients at `places`."""
+        return self._numbers_of(self.ids, places)
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> list[str]:

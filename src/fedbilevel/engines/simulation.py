@@ -183,13 +183,17 @@ class Simulation(Hosting, Server):
     def _absent(self) -> Iterable[int]:
         if self.drops is not None:
             return self.drops(self.iteration, self.call)
+        if not self.stragglers.dropout:
+            return ()
         return self.stragglers.absent(self.stream, self.ids[self._positions], self.iteration)
 
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
         """Return weighted sums over all processes, from one exchange."""
         mine = self.roster.within(places, weights)
-        sums = self._totals  # of clients that worked in turn
-        return self.group.sum([sums.pop(name) if name in sums else total(rows, mine) for name, rows in sent.items()])
+        alike, sums = self._are_ones(weights), self._totals  # the sums are of clients that worked in turn
+        return self.group.sum(
+            [sums.pop(name) if name in sums else total(rows, mine, alike=alike) for name, rows in sent.items()]
+        )
 
     def _of_all(self, rows: Tensor) -> Tensor:
         return self.roster.rows(rows)

@@ -37,18 +37,19 @@ class Bill:
         self.whole: Counter[str] = Counter()  # evaluations of all samples of a role, where clients have unequal numbers
 
     def add(self, batch: Batch, columns: Sequence[str]) -> None:
-        self.calls.update(columns)
+        for column in columns:
+            self.calls[column] += 1
         if batch.size is None:
             self.whole[batch.role] += 1
         else:
             self.calls["samples"] += batch.size
 
     def pay(self, host: Host, positions: Tensor) -> None:
-        ids = host.ids[positions]
-        for column, number in self.calls.items():
-            host.ledger.charge(column, ids, number)
+        ids = host.numbers(positions)
+        if self.calls:
+            host.ledger.charge_all(ids, self.calls)
         for role, number in self.whole.items():
-            host.ledger.charge("samples", ids, number * host.data_of(role).sizes[role][positions])
+            host.ledger.charge_each("samples", ids, host.sizes_at(role, positions), number)
 
 
 class Clients:
@@ -66,12 +67,12 @@ class Clients:
         shares: Tensor | None = None,
         bill: Bill | None = None,
     ) -> None:
-        self.host, self.positions = host, positions
+        self.host, self.positions, self._num = host, positions, positions.shape[0]
         # (k,) summing to one, where only means weighted by them are needed: derivatives at a shared point may then be
         # the mean
         self.shares = shares
         self.bill = bill  # charges to be paid at the end of the phase; None: at once
-        self._ids = host.ids[positions]
+        self._ids = host.numbers(positions)
         self.num_clients = host.num_clients
         self.dtype, self.device = host.dtype, host.device
         self._when: tuple[Address, Address] = (iteration, call)
@@ -101,7 +102,7 @@ class Clients:
         return StoreView(self.host.scratch, self.positions)
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return self._num
 
     def rows(self, *vectors: Tensor) -> Any:
         """Return one row per client: views of a shared vector, or the rows themselves."""
@@ -117,7 +118,7 @@ class Clients:
             raise SettingError(
                 f"{len(num)} numbers of local steps for {self.num_clients} clients: give one number, or one per client."
             )
-        taus = torch.tensor(num)[self._ids] if isinstance(num, tuple) else torch.full((len(self),), num)
+        taus = torch.tensor(num)[self._ids] if isinstance(num, tuple) else None
         schedule = StepSchedule(self, taus, max(num) if isinstance(num, tuple) else num)
         return [Step(self, schedule, index) for index in range(schedule.num)]
 
@@ -134,9 +135,7 @@ class Clients:
 
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
         """Draw a batch outside the local steps, with the draw of the first step."""
-        return StepSchedule(self, torch.ones(len(self), dtype=torch.int64), 1).batch(
-            role, purpose, 0, self.batch_size(role, outside=True), times, None
-        )
+        return StepSchedule(self, None, 1).batch(role, purpose, 0, self.batch_size(role, outside=True), times, None)
 
     def samples(self, role: str) -> list[dict[str, Tensor]]:
         """Return all samples of every client, each with its own number of rows.
@@ -180,7 +179,7 @@ class Clients:
 
     def batch_size(self, role: str, *, outside: bool = False) -> int | None:
         size = self.host.batch_size
-        if not isinstance(size, Mapping):
+        if size is None or isinstance(size, int):
             return size
         return size[OUTSIDE] if outside and OUTSIDE in size else size.get(role)
 

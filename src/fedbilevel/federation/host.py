@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from fedbilevel.oracle.population import Population
 from fedbilevel.privacy.noisy_oracle import ExampleNoise
 from fedbilevel.problem.client_data import ClientData, Holdings
 from fedbilevel.problem.draws import Stream
+from fedbilevel.problem.once import Once
 from fedbilevel.problem.problem import Problem
 
 
@@ -56,6 +58,10 @@ class Host(Population):
         self.ledger = Ledger(self.num_clients)
         self.parts = self._parts(algorithm.held_share())
         self._alike: dict[int, Tensor] = {}  # equal shares, by their number
+        self._full: dict[tuple[int, int], Tensor] = {}
+        self._sizes_at: dict[str, Once[Tensor]] = {}
+        self._numbers = Once(lambda ids, positions: ids[positions])
+        self._shares_of = Once(self._shares)
         self.before_derivative: Callable[[], None] | None = None  # raises an error when a limit is reached
         self._features: dict[tuple[str, int], Tensor] = {}  # by role and position
         self.noise: ExampleNoise | None = None  # an engine puts example-level privacy here
@@ -129,6 +135,25 @@ class Host(Population):
             self._features[role, position] = self.problem.features(x, fields)
         return {**fields, "features": self._features[role, position]}
 
+    def numbers(self, positions: Tensor) -> Tensor:
+        """Return the numbers of the clients at `positions`."""
+        return self._numbers(self.ids, positions)
+
+    def sizes_at(self, role: str, positions: Tensor) -> Tensor:
+        """Return the numbers of samples of the clients at `positions`."""
+        if role not in self._sizes_at:
+            self._sizes_at[role] = Once(lambda sizes, positions: sizes[positions])
+        return self._sizes_at[role](self.data_of(role).sizes[role], positions)
+
+    def full(self, num: int, value: int) -> Tensor:
+        """Return a column (num, 1) of one value on the device; it must not be changed."""
+        found = self._full.get((num, value))
+        if found is None:
+            found = torch.full((num, 1), value, dtype=self.dtype, device=self.device)
+            if self.device.type == "cpu":  # memory of a captured phase belongs to that phase
+                self._full[num, value] = found
+        return found
+
     def width(self, name: str) -> int:
         space = self.algorithm.space(name)
         if space is not None:
@@ -154,7 +179,7 @@ class Host(Population):
         method = getattr(self.algorithm, name, None)
         if not getattr(method, "__is_phase__", False):
             raise ValueError(f"{self.algorithm.name()} has no phase named {name!r}.")
-        shares = self._shares(weights) if weights is not None and getattr(method, "__is_linear__", False) else None
+        shares = self._shares_of(weights) if weights is not None and getattr(method, "__is_linear__", False) else None
         with torch.no_grad():
             if self.captures is not None:
                 replayed: dict[str, Tensor | Sparse | None] | None = self.captures.run(
@@ -183,6 +208,7 @@ class Host(Population):
         self, name: str, result: Mapping[str, Tensor | Sparse | None], positions: Tensor
     ) -> tuple[str, int] | None:
         """Check the shapes of a result; return the name and client of a non-finite value, or None."""
+        is_finite = self._is_finite(result)
         for key, value in result.items():
             if value is None:
                 continue
@@ -192,16 +218,23 @@ class Host(Population):
                     f"phase {name!r} returned {key!r} with {rows.shape[1]} entries per client, expected "
                     f"{self.width(key)}."
                 )
-            if rows.ndim != 2 or len(rows) != len(positions):
+            if rows.ndim != 2 or rows.shape[0] != positions.shape[0]:
                 raise ValueError(
                     f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} "
                     "clients: one row per client is needed."
                 )
-            if not bool(torch.isfinite(rows.sum())):  # one pass in the usual case; the sum may overflow
+            if not is_finite:
                 bad = ~torch.isfinite(rows).all(1)
                 if bool(bad.any()):
                     return key, int(self.ids[positions[bad.cpu()][0]])
         return None
+
+    @staticmethod
+    def _is_finite(result: Mapping[str, Tensor | Sparse | None]) -> bool:
+        """Return whether a result is finite; where its sum overflows, the answer may be no."""
+        rows = [value.rows if isinstance(value, Sparse) else value for value in result.values() if value is not None]
+        sums = [one[:1].sum() if one.ndim == 2 and one.stride(0) == 0 else one.sum() for one in rows]
+        return all(math.isfinite(one.item()) for one in sums)
 
     def check(self) -> None:
         """Raise an error if a replayed phase returned a value that is not finite.

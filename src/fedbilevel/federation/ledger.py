@@ -26,6 +26,7 @@ from fedbilevel.columns import CALLS, COLUMNS
 
 _MOST_OPEN = 64  # kinds of messages that are counted before they are added up,
 _OPEN_CELLS = 2**25  # and entries of their matrices
+_MOST_DUE = 64  # groups of clients whose charges wait to be added to the columns
 EDGES = ("messages", "floats", "bytes")
 LOCAL, EARLIER = (
     "local",
@@ -82,7 +83,11 @@ class Ledger:
     def __init__(self, num_clients: int) -> None:
         self.num_clients = num_clients
         self.rounds = 0
-        self.columns = {name: torch.zeros(num_clients, dtype=torch.int64) for name in COLUMNS}
+        self._columns = {name: torch.zeros(num_clients, dtype=torch.int64) for name in COLUMNS}
+        # by id of a tensor of clients: the tensor and its charges, which are added when columns are read
+        self._due: dict[int, tuple[Tensor, Counter[str]]] = {}
+        # the same for charges that differ between clients: clients, column, charges of one time, their sum, times
+        self._due_each: dict[tuple[int, int, str], tuple[Tensor, str, Tensor, int, list[int]]] = {}
         self.since: dict[str, Counter[str]] = {LOCAL: Counter()}  # by phase, since this ledger was made or loaded
         self._before: dict[str, Counter[str]] = {}  # by phase, as loaded
         self._phase = LOCAL
@@ -90,6 +95,25 @@ class Ledger:
         self._open: dict[
             tuple[int, int, int], _Sent
         ] = {}  # by links, floats and bytes: networks that repeat use the same ones over and over
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """Counts by client."""
+        for ids, amounts in self._due.values():
+            clients = ids.cpu().numpy()
+            for column, amount in amounts.items():
+                np.add.at(self._columns[column].numpy(), clients, amount)
+        for ids, column, each, _, (times,) in self._due_each.values():
+            np.add.at(self._columns[column].numpy(), ids.cpu().numpy(), times * each.cpu().numpy())
+        self._due.clear()
+        self._due_each.clear()
+        return self._columns
+
+    @columns.setter
+    def columns(self, columns: dict[str, Tensor]) -> None:
+        self._columns = columns
+        self._due.clear()
+        self._due_each.clear()
 
     @property
     def edges(self) -> dict[str, Tensor]:
@@ -110,12 +134,21 @@ class Ledger:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Charge costs to the phase of that name within this context."""
-        before, self._phase = self._phase, phase
-        self.since.setdefault(phase, Counter())  # also at a rank that has no client in it
+        before = self.enter(phase)
         try:
             yield
         finally:
-            self._phase = before
+            self.leave(before)
+
+    def enter(self, phase: str) -> str:
+        """Charge costs to a phase from now on; return the phase before it, for `leave`."""
+        before, self._phase = self._phase, phase
+        if phase not in self.since:
+            self.since[phase] = Counter()  # also at a rank that has no client in it
+        return before
+
+    def leave(self, before: str) -> None:
+        self._phase = before
 
     def count_round(self) -> None:
         self.rounds += 1
@@ -134,16 +167,45 @@ class Ledger:
         return {name: paid for name, paid in both.items() if paid}
 
     def charge(self, column: str, ids: Tensor, amount: int | Tensor = 1) -> None:
-        self._add(column, int(amount.sum()) if isinstance(amount, Tensor) else amount * len(ids))
-        np.add.at(
-            self.columns[column].numpy(),
-            ids.cpu().numpy(),
-            amount.cpu().numpy() if isinstance(amount, Tensor) else amount,
-        )
+        """Charge some clients.
+
+        ids: numbers of the clients; the tensor must not be changed later.
+        """
+        if isinstance(amount, Tensor):
+            self._add(column, int(amount.sum()))
+            np.add.at(self._columns[column].numpy(), ids.cpu().numpy(), amount.cpu().numpy())
+        else:
+            self.charge_all(ids, {column: amount})
+
+    def charge_all(self, ids: Tensor, amounts: Mapping[str, int]) -> None:
+        """Charge some clients in several columns, the same amounts for each of them."""
+        num, since = ids.shape[0], self.since[self._phase]
+        due = self._due.get(id(ids))
+        if due is None:
+            if len(self._due) >= _MOST_DUE:
+                _ = self.columns
+            due = self._due[id(ids)] = (ids, Counter())
+        for column, amount in amounts.items():
+            since[column] += amount * num
+            due[1][column] += amount
+
+    def charge_each(self, column: str, ids: Tensor, each: Tensor, times: int) -> None:
+        """Charge some clients `times` times, each its own amount; neither tensor may change later."""
+        key = (id(ids), id(each), column)
+        due = self._due_each.get(key)
+        if due is None:
+            if len(self._due_each) >= _MOST_DUE:
+                _ = self.columns
+            due = self._due_each[key] = (ids, column, each, int(each.sum()), [0])
+        due[4][0] += times
+        self._add(column, times * due[3])
 
     def charge_message(self, direction: str, ids: Tensor, floats: int | Tensor, itemsize: int) -> None:
-        self.charge(f"floats_{direction}", ids, floats)
-        self.charge(f"bytes_{direction}", ids, floats * itemsize)
+        if isinstance(floats, Tensor):
+            self.charge(f"floats_{direction}", ids, floats)
+            self.charge(f"bytes_{direction}", ids, floats * itemsize)
+        else:
+            self.charge_all(ids, {f"floats_{direction}": floats, f"bytes_{direction}": floats * itemsize})
 
     def charge_edges(self, sent: Tensor, floats: int, num_bytes: int) -> None:
         """Charge messages, which are added up when `edges` is read.
@@ -198,7 +260,8 @@ class Ledger:
 
     @property
     def megabytes(self) -> float:
-        return float(self.columns["bytes_up"].sum() + self.columns["bytes_down"].sum()) / 1e6
+        paid = (*self._before.values(), *self.since.values())
+        return sum(one["bytes_up"] + one["bytes_down"] for one in paid) / 1e6
 
     def state_dict(self) -> dict[str, Tensor]:
         edges = {f"edges-{name}": counts.clone() for name, counts in self.edges.items()}

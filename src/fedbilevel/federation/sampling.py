@@ -54,6 +54,11 @@ class Sampler:
                 always, self._places * weights, self._total
             )  # p_i / pi_i, times a constant
 
+    @property
+    def is_everyone(self) -> bool:
+        """Whether every cohort has every client, once."""
+        return not self.replacement and self.size == self.num_clients
+
     def draw(self, stream: Stream, iteration: int, call: int) -> tuple[Tensor, Tensor]:
         """Return the numbers of the clients in the cohort, and how often each was drawn.
 
@@ -62,7 +67,7 @@ class Sampler:
         if self.replacement:
             words = _server_words(stream, "cohort", iteration, call, self.size)
             return torch.searchsorted(self._ends, words, right=True).unique(return_counts=True)
-        if self.size == self.num_clients:
+        if self.is_everyone:
             numbers = torch.arange(self.num_clients)
         elif self.equal:
             numbers = stream.order("cohort", SERVER, self.num_clients, iteration=iteration, call=call, first=self.size)

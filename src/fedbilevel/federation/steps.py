@@ -63,17 +63,26 @@ class Step:
 class StepSchedule:
     """Steps of one phase, with indices drawn for several steps at a time."""
 
-    def __init__(self, clients: Clients, taus: Tensor, longest: int) -> None:
-        self.clients, self.taus = clients, taus
+    def __init__(self, clients: Clients, taus: Tensor | None, longest: int) -> None:
+        """Prepare the steps of a phase.
+
+        taus: steps of each client; None: `longest` steps of every client.
+        """
+        self.clients, self._taus = clients, taus
         self.num = (
-            int(taus.max()) if len(taus) else longest
+            int(taus.max()) if taus is not None and len(taus) else longest
         )  # a process without a client of the cohort takes the same steps
-        self.equal = bool((taus == self.num).all())
-        if self.equal:
-            self.count: Tensor = torch.full((len(taus), 1), self.num, dtype=clients.dtype, device=clients.device)
+        self.equal = taus is None or bool((taus == self.num).all())
+        if self.equal or taus is None:
+            self.count: Tensor = clients.host.full(len(clients), self.num)
         else:
             self.count = taus.to(clients.dtype).to(clients.device)[:, None]
         self._drawn: dict[tuple[str, str, int], tuple[int, Tensor]] = {}
+
+    @property
+    def taus(self) -> Tensor:
+        """Steps of each client (k,) on the CPU."""
+        return torch.full((len(self.clients),), self.num) if self._taus is None else self._taus
 
     def batch(self, role: str, purpose: str, index: int, size: int | None, times: int, active: Tensor | None) -> Batch:
         batch = self._samples(role, purpose, index, size, times, active)

@@ -33,6 +33,7 @@ from fedbilevel.oracle import derivatives
 from fedbilevel.oracle.derivatives import Build, FlatLoss
 from fedbilevel.oracle.plain_kernels import plain
 from fedbilevel.oracle.precision import Precision, lowered
+from fedbilevel.oracle.replay import Replayed
 from fedbilevel.oracle.tracing import compiled, traced
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.problem.contraction import contracted, mean, weighted
@@ -143,9 +144,10 @@ class Plan:
         *,
         is_derivative: bool,
         padded: bool,
+        pooled: bool,
     ) -> None:
         losses = (evaluation.problem.upper, evaluation.problem.lower)
-        self.evaluation, self.chunk, self.calls = evaluation, chunk, 0
+        self.evaluation, self.chunk, self.pooled, self.calls = evaluation, chunk, pooled, 0
         fast_low = evaluation.precision != "full" and is_derivative and key[0] not in _IN_FULL
         low = fast_low and not (evaluation.plain_in_full and evaluation.plain_kernels)
         self.each = build(*(evaluation.flat(loss, padded=padded, low=low) for loss in losses))
@@ -187,7 +189,7 @@ class Plan:
             or (self.calls >= _OFTEN_ENOUGH and self.evaluation.compiles and self.is_derivative)
         ):
             self.trace.compile()
-        result = self.trace(vectors, batches, shares)
+        result = self.trace(vectors, batches, shares, replays=not self.evaluation.frozen)
         if self.calls.bit_count() == 1 and not self.evaluation.frozen:  # at calls 128, 256, 512, ...
             self._compare(
                 result, self._evaluate(self.way, vectors, [dict(batch.fields) for batch in batches], shares, batches)
@@ -287,17 +289,23 @@ class _Trace:
         own = () if shares is None else (shares,)
         fields = (batches[place].fields[name] for place, name in self.takes)
         self.run, used = traced(flat, [*vectors, *own, *fields])
-        self.form, self.used, self.compiled = form[0], used[-len(self.takes) :], False
+        self.form, self.compiled = form[0], False
+        self.reads = [take for take, is_used in zip(self.takes, used[-len(self.takes) :], strict=True) if is_used]
+        self.absent = [place for place, is_used in enumerate(used[-len(self.takes) :]) if not is_used]
+        self.replayed = Replayed(self.run, len(vectors)) if vectors[0].device.type == "cpu" else None
 
     def compile(self) -> None:
-        self.run, self.compiled = compiled(self.run), True
+        self.run, self.compiled, self.replayed = compiled(self.run), True, None
 
-    def __call__(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
-        fields = (
-            batches[place].fields[name] if used else None
-            for (place, name), used in zip(self.takes, self.used, strict=True)
-        )
-        return tree_unflatten(list(self.run(*vectors, *(() if shares is None else (shares,)), *fields)), self.form)
+    def __call__(
+        self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None, *, replays: bool
+    ) -> Any:
+        inputs: list[Any] = [batches[place].fields[name] for place, name in self.reads]
+        for place in self.absent:
+            inputs.insert(place, None)
+        inputs[:0] = vectors if shares is None else (*vectors, shares)
+        results = self.replayed(inputs) if replays and self.replayed is not None else None
+        return tree_unflatten(list(self.run(*inputs)) if results is None else results, self.form)
 
 
 def _try_compiler() -> None:

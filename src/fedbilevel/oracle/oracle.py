@@ -178,47 +178,60 @@ class Oracle(Evaluation):
             self.tick()
         k = len(batches[0])
         for v in vectors:
-            if v.ndim == 2 and len(v) != k:
+            if v.ndim == 2 and v.shape[0] != k:
                 raise ValueError(f"{len(v)} rows for {k} clients.")
         vectors = [one_row(v) for v in vectors]  # one matrix product per cohort instead of one per client
         if k == 0:
             return self._no_rows(build, vectors, batches)
-        chunk = self._chunk(k, vectors, batches)
-        pooled = self._pools(k, vectors, shares) and chunk is None
-        shares = shares if pooled else None  # no other way reads them
-        name = kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
+        pools = self._pools(k, vectors, shares)
         key = (
-            name if isinstance(kind, str) else id(kind),
-            pooled,
+            kind if isinstance(kind, str) else id(kind),
+            pools,
             vectors[0].device.type,
-            *(tuple(v.shape) for v in vectors),
-            *(
-                (b.role, tuple(b.fields["index"].shape), b.size, "features" in b.fields, "draw" in b.fields)
-                for b in batches
-            ),
+            *(v.shape for v in vectors),
+            *(batch.form for batch in batches),
         )
         plan = self._plans.get(key)
         if self.frozen and (plan is None or not plan.settled):
             raise RuntimeError(f"{kind} has not been evaluated at these shapes before")
         if plan is None:
-            way, padded = "pooled" if pooled else self._usual(k), any(batch.size is None for batch in batches)
-            alone, is_derivative = alone or derivatives.ALONE.get(build), isinstance(kind, str)
-            plan = Plan(self, (name, *key[1:]), build, alone, way, chunk, is_derivative=is_derivative, padded=padded)
-            if isinstance(kind, str) or any(
-                kind is known for known in (self.problem.upper, self.problem.lower, *self.problem.statistics.values())
-            ):
-                self._plans[key] = plan  # the id of another function may be reused
+            plan = self._plan(kind, pools, key, build, alone, vectors, batches)
         try:
-            return plan(vectors, batches, shares)
+            return plan(vectors, batches, shares if plan.pooled else None)  # no other way reads them
         except RuntimeError as error:
             if not lacks_derivative(error):
                 raise
             if self.adapts and self.takes_plain_kernels([error]):
                 return self._map(kind, build, vectors, batches, shares, alone=alone)
             raise ProblemError(
-                f"the derivative {name!r} of a loss cannot be computed ({plainly(error)}): write that operation of the "
-                "loss in other operations, or use an algorithm without second derivatives, such as 'penalty'."
+                f"the derivative {_name(kind)!r} of a loss cannot be computed ({plainly(error)}): write that operation "
+                "of the loss in other operations, or use an algorithm without second derivatives, such as 'penalty'."
             ) from error
+
+    def _plan(
+        self,
+        kind: Any,
+        pools: bool,
+        key: Any,
+        build: Build,
+        alone: Build | None,
+        vectors: Sequence[Tensor],
+        batches: Sequence[Batch],
+    ) -> Plan:
+        """Return a new plan, which is kept unless the id of its function may be reused."""
+        k = len(batches[0])
+        chunk = self._chunk(k, vectors, batches)
+        pooled = pools and chunk is None
+        way, padded = "pooled" if pooled else self._usual(k), any(batch.size is None for batch in batches)
+        alone, is_derivative = alone or derivatives.ALONE.get(build), isinstance(kind, str)
+        shapes = (tuple(v.shape) for v in vectors)
+        label = (_name(kind), pooled, vectors[0].device.type, *shapes, *(batch.form for batch in batches))
+        plan = Plan(self, label, build, alone, way, chunk, is_derivative=is_derivative, padded=padded, pooled=pooled)
+        if is_derivative or any(
+            kind is known for known in (self.problem.upper, self.problem.lower, *self.problem.statistics.values())
+        ):
+            self._plans[key] = plan
+        return plan
 
     def takes_plain_kernels(self, errors: Iterable[Exception | str]) -> bool:
         """Use plain kernels that may avoid the errors, and return whether there are any new ones."""
@@ -242,8 +255,9 @@ class Oracle(Evaluation):
 
         It is enough if all clients are at one point and only the mean is needed.
         """
-        alike = all(one_row(v).ndim == 1 for v in vectors)
-        return shares is not None and k > 1 and self.strategy == "auto" and self.chunk_size is None and alike
+        if shares is None or k <= 1 or self.strategy != "auto" or self.chunk_size is not None:
+            return False
+        return all(v.ndim == 1 or one_row(v).ndim == 1 for v in vectors)
 
     def _usual(self, k: int) -> str:
         return "loop" if self.strategy == "loop" or (self.strategy == "auto" and k == 1) else "vmap"
@@ -268,3 +282,7 @@ class Oracle(Evaluation):
         first = [batch.data.look(batch.data.positions[:1], batch.role).row(0) for batch in batches]
         function = build(self.flat(self.problem.upper), self.flat(self.problem.lower))
         return tree_map(lambda leaf: leaf.new_zeros((0, *leaf.shape)), function(*one, *first))
+
+
+def _name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)

@@ -105,10 +105,13 @@ def size(summed: Tensor, number: Tensor, *, of_squares: bool) -> float:
     return float((summed / number).sqrt()) if of_squares else float(torch.linalg.vector_norm(summed) / number)
 
 
-def total(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum in float64, which is exact for float32 rows and whole weights."""
+def total(rows: Tensor, weights: Tensor, *, alike: bool | None = None) -> Tensor:
+    """Return the weighted sum in float64, which is exact for float32 rows and whole weights.
+
+    alike: whether all weights are one; None: look.
+    """
     if rows.stride(0) == 0 and len(rows) > 0:  # every row is the mean already
         return rows[0].double() * float(weights.sum())
-    if bool((weights == 1).all()):
+    if bool((weights == 1).all()) if alike is None else alike:
         return rows.sum(0, dtype=torch.float64)
     return (rows.double() * weights.to(rows.device, torch.float64)[:, None]).sum(0)

@@ -48,6 +48,11 @@ _VIEWS = _RESHAPES | {
     _aten.split_with_sizes.default,
     _aten.split.Tensor,
 }
+_OUT_OF_PLACE = {  # products of a matrix and a vector use these on their own results
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -64,9 +69,10 @@ def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]
     # one mode for the metadata of all values; otherwise make_fx makes one for each, which doubles the time
     with tracing(TracingContext(FakeTensorMode())):
         module = make_fx(function)(*example)
+    graph = module.graph
+    _without_changes(graph)
     values = _Values(module)
     values.run(*example)
-    graph = module.graph
     mutable = any(_schema(node).is_mutable for node in graph.nodes if _schema(node) is not None)
     if not mutable:  # an operation that writes into its input would change shared values
         _fold(module, values)
@@ -105,6 +111,13 @@ class _Values(fx.Interpreter):
             if result.untyped_storage().nbytes() <= _LARGEST:
                 self.small[n] = result
         return result
+
+
+def _without_changes(graph: fx.Graph) -> None:
+    """Replace changes of a shape in place, if nothing else reads the tensor that they change."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _OUT_OF_PLACE and len(node.args[0].users) == 1:
+            node.target = _OUT_OF_PLACE[node.target]
 
 
 def _schema(node: fx.Node) -> Any:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,9 @@ class Gathered(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._ready.keys() | self._stored.keys())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._ready or name in self._stored
+
     def sample_bytes(self) -> int:
         """Return the bytes of one sample, including fields that are not copied yet."""
         tails = {name: (value.shape[1:], value.element_size()) for name, value in self._stored.items()}
@@ -75,7 +79,13 @@ class Batch:
     size: int | None = None  # samples of every client, where all have the same number
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return self.positions.shape[0]
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """The role, the shape and the fields that are not stored: what an evaluation depends on."""
+        shape = tuple(self.fields["index"].shape)
+        return (self.role, shape, self.size, "features" in self.fields, "draw" in self.fields)
 
     def row(self, i: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return one client's samples without padding.
@@ -316,9 +326,10 @@ class ClientData:
 
         Adjacent clients with equal numbers of samples need no copy.
         """
-        kept, counts = self._whole.get(role), self.sizes[role][positions]
-        if kept is not None and torch.equal(kept[0], positions):
+        kept = self._whole.get(role)
+        if kept is not None and (kept[0] is positions or torch.equal(kept[0], positions)):
             return kept[1]
+        counts = self.sizes[role][positions]
         k, width = len(positions), int(counts[0])
         if width == 0 or bool((counts != width).any()) or bool((positions.diff() != 1).any()):
             return self._padded(positions, role)

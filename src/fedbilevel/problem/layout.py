@@ -52,7 +52,7 @@ class Layout:
 
 def one_row(value: Tensor) -> Tensor:
     """Return the vector that all rows share, or the tensor itself if rows are separate."""
-    return value[0] if value.ndim == 2 and len(value) > 0 and value.stride(0) == 0 else value
+    return value[0] if value.ndim == 2 and value.stride(0) == 0 and value.shape[0] > 0 else value
 
 
 def check_tree(label: str, tree: Any) -> None:

@@ -1,0 +1,154 @@
+"""FedNest and FBO-AggITD written by hand for one network: a hidden layer x, a head y, cross-entropy.
+
+These are complete programs of an engineer who needs one algorithm on one task. Derivatives are written
+out, with residuals (probabilities minus labels) in closed form. Features are computed once per x and
+cohort. The two gradients of a local SVRG step share their gather, their labels cancel, and the
+probabilities at the start of the steps are gathered, not computed. Cohorts and minibatches are those of
+the library. Biases are the last row of a matrix, and samples have a last entry of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.problems import CLASSES, L2
+from benchmarks.published import Call
+from fedbilevel.tasks.task import Built
+
+
+class Complete:
+    """The server and its clients, which have equally many samples.
+
+    `fednest` and `fbo_aggitd` run one outer iteration from (x, y), which are matrices.
+    """
+
+    def __init__(
+        self, built: Built, algorithm: Any, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        self.algorithm = algorithm
+        self.images: dict[str, Tensor] = {}  # by role: (clients, samples, pixels + 1)
+        self.labels: dict[str, Tensor] = {}  # by role: (clients, samples, classes), zeros and ones
+        for role in ("train", "val"):
+            images = torch.stack([torch.as_tensor(client[role]["image"]) for client in built.clients])
+            labels = torch.stack([torch.as_tensor(client[role]["label"]) for client in built.clients])
+            self.images[role] = _with_one(images.flatten(2).to(device, dtype))
+            self.labels[role] = torch.nn.functional.one_hot(labels.long(), CLASSES).to(device, dtype)
+        joined = lambda weight, bias: torch.cat([weight.T, bias[None]]).to(device, dtype)
+        self.x, self.y = joined(*built.problem.initial_x({}).values()), joined(*built.problem.y0.values())
+        self._known: dict[tuple[str, tuple[int, ...]], tuple[Tensor, Tensor, Tensor]] = {}
+
+    # ---- all samples of a cohort, at one point --------------------------------------------------------------------
+
+    def _all(self, role: str, positions: Sequence[int], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return images, features and labels of a cohort, kept while x stands still."""
+        key = (role, tuple(positions))
+        if key not in self._known:
+            chosen = torch.tensor(key[1], device=x.device)
+            images, labels = (held[role].index_select(0, chosen).flatten(0, 1) for held in (self.images, self.labels))
+            self._known[key] = images, _with_one((images @ x).relu_()), labels
+        return self._known[key]
+
+    def _upper_y(self, positions: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
+        _, features, labels = self._all("val", positions, x)
+        return features.T @ ((features @ y).softmax(1) - labels) / len(features)
+
+    def _hessian(self, positions: Sequence[int], x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        _, features, _ = self._all("train", positions, x)
+        return features.T @ _along((features @ y).softmax(1), features @ v) / len(features) + L2 * v
+
+    def _hypergradient(self, positions: Sequence[int], x: Tensor, y: Tensor, p: Tensor) -> Tensor:
+        images, features, labels = self._all("val", positions, x)
+        direct = images.T @ _back((features @ y).softmax(1) - labels, y, features) / len(features)
+        images, features, labels = self._all("train", positions, x)
+        found = (features @ y).softmax(1)
+        back = _back(found - labels, p, features) + _back(_along(found, features @ p), y, features)
+        return direct - images.T @ back / len(features)
+
+    # ---- local steps ----------------------------------------------------------------------------------------------
+
+    def _lower_round(self, call: Call, x: Tensor, start: Tensor, q: Tensor | None = None) -> Tensor:
+        """Local SVRG steps on y around q, by default around the gradient of the same cohort."""
+        assert call.indices is not None
+        _, features, labels = self._all("train", call.positions, x)
+        found = (features @ start).softmax(1)
+        if q is None:
+            q = features.T @ (found - labels) / len(features) + L2 * start
+        k, num, b = call.indices.shape
+        lr, size = self.algorithm.lr_lower / num, self.images["train"].shape[1]
+        places = (
+            (call.indices + torch.arange(k, device=x.device).view(-1, 1, 1) * size).transpose(0, 1).reshape(num, -1)
+        )
+        fixed = lr * (q - L2 * start)
+        y = (start - lr * q).expand(k, -1, -1)  # in the first step the two gradients are at one point
+        for place in places[1:]:
+            some, before = features.index_select(0, place).view(k, b, -1), found.index_select(0, place).view(k, b, -1)
+            change = torch.bmm(some, y).softmax(2).sub_(before)
+            y = torch.baddbmm(y * (1 - lr * L2) - fixed, some.mT, change, alpha=-lr / b)
+        return y.mean(0)
+
+    def _upper_round(self, call: Call, start: Tensor, y: Tensor, h: Tensor) -> Tensor:
+        assert call.indices is not None
+        k, num, b = call.indices.shape
+        lr, x = self.algorithm.lr_upper / num, start - self.algorithm.lr_upper / num * h
+        if num == 1:
+            return x
+        x, rows = x.expand(k, -1, -1), torch.tensor(call.positions, device=x.device)[:, None]
+        for step in range(1, num):
+            images, labels = (held["val"][rows, call.indices[:, step]] for held in (self.images, self.labels))
+            gradients = []
+            for at in (x, start.expand_as(x)):
+                features = _with_one(torch.bmm(images, at).relu_())
+                gradients.append(torch.bmm(images.mT, _back((features @ y).softmax(2) - labels, y, features)) / b)
+            x = x - lr * (h + gradients[0] - gradients[1])
+        return x.mean(0)
+
+    # ---- the server -----------------------------------------------------------------------------------------------
+
+    def fednest(self, calls: Sequence[Call], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, start, *factors, hyper, steps = calls
+        lam = self.algorithm.lr_system
+        self._known = {}
+        assert first.positions == second.positions
+        y = self._lower_round(second, x, y)
+        p = lam * self.algorithm.num_terms * self._upper_y(start.positions, x, y)
+        for factor in factors:
+            p = p - lam * self._hessian(factor.positions, x, y, p)
+        return self._upper_round(steps, x, y, self._hypergradient(hyper.positions, x, y, p)), y
+
+    def fbo_aggitd(self, calls: Sequence[Call], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        *inner, hyper, steps = calls
+        lam, num = self.algorithm.lr_system, self.algorithm.num_lower_rounds
+        self._known = {}
+        z = None
+        for t in range(num + 1):
+            positions = inner[2 * t].positions
+            r = lam * self._upper_y(positions, x, y)
+            z = r if z is None else z - lam * self._hessian(positions, x, y, z) + r
+            if t < num:
+                assert inner[2 * t + 1].positions == positions
+                y = self._lower_round(inner[2 * t + 1], x, y)
+        assert z is not None
+        return self._upper_round(steps, x, y, self._hypergradient(hyper.positions, x, y, z)), y
+
+
+def as_vector(matrix: Tensor) -> Tensor:
+    """Return x or y as the library's vector: weights, then biases."""
+    return torch.cat([matrix[:-1].T.reshape(-1), matrix[-1]])
+
+
+def _with_one(rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], -1)
+
+
+def _along(found: Tensor, change: Tensor) -> Tensor:
+    """Return the derivative of probabilities along a change of the scores."""
+    return found * (change - (found * change).sum(-1, keepdim=True))
+
+
+def _back(residuals: Tensor, y: Tensor, features: Tensor) -> Tensor:
+    """Return residuals of the scores as residuals of the hidden layer before its ReLU."""
+    return (residuals @ y[:-1].T) * (features[..., :-1] > 0)

@@ -1,0 +1,60 @@
+"""Goals of speed, each with the figure that a section has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from benchmarks.clock import Row
+
+
+class Goal(NamedTuple):
+    """A limit of one column of one row.
+
+    file, section: results that have the row.
+    name, what: the row.
+    column: the figure, which must not exceed `most`.
+    """
+
+    text: str
+    file: str
+    section: str
+    name: str
+    what: str
+    column: str
+    most: float
+
+    def found(self, files: Mapping[str, Mapping[str, Any]]) -> float | None:
+        """Return the measured figure, or None if no result has it."""
+        rows: list[Row] = files.get(self.file, {}).get(self.section, {}).get("rows", [])
+        values = [row.get(self.column) for row in rows if (row["name"], row["what"]) == (self.name, self.what)]
+        return values[0] if values and self._is_by_hand(rows) else None
+
+    def _is_by_hand(self, rows: list[Row]) -> bool:
+        """Return whether the ratios of the section are to programs by hand, as in its present form."""
+        return self.column != "times_ours" or any(row["what"] == "by hand, complete" for row in rows)
+
+
+_AGGITD = "fbo_aggitd, cohort per iteration"
+GOALS = (
+    Goal("FBO-AggITD in FedNest's setting, by default: times the program by hand, CPU", "cpu", "iteration", _AGGITD,
+         "library", "times_ours", 1.3),
+    Goal("the same on CUDA", "cuda", "iteration", _AGGITD, "library", "times_ours", 1.5),
+    Goal("FedNest in its setting, by default: times the program by hand, CPU", "cpu", "iteration",
+         "fednest, cohort per iteration", "library", "times_ours", 1.3),
+    Goal("tiny problem, FedBiO, engine: times torch by hand", "cpu", "tiny", "fedbio", "engine", "ratio", 4.0),
+    Goal("tiny problem, FBO-AggITD, engine: times torch by hand", "cpu", "tiny", "fbo_aggitd", "engine", "ratio", 4.0),
+)  # fmt: skip
+
+
+def table(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the goals as lines of Markdown.
+
+    files: results by the name of their file, then by section.
+    """
+    lines = ["| goal | at most | measured | |", "|---|--:|--:|---|"]
+    for goal in GOALS:
+        value = goal.found(files)
+        verdict = "not measured" if value is None else "met" if value <= goal.most else "**not met**"
+        lines.append(f"| {goal.text} | {goal.most:g} | {'' if value is None else format(value, '.3g')} | {verdict} |")
+    return "\n".join(lines)
