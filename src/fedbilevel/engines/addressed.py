@@ -152,9 +152,7 @@ class Addressed(Clients):
         """Return steps of which each client takes as many as the device says."""
         if self._partly is None:
             raise NotCapturable("its clients take unequal numbers of steps")
-        schedule = StepSchedule(self, torch.full((len(self),), most), most)
-        schedule.taus, schedule.equal = taus, False
-        schedule.count = taus.to(self.dtype)[:, None]
+        schedule = StepSchedule(self, None, most).on_device(taus)
         return [Step(self, schedule, index) for index in range(most)]
 
     def _constant(self, numbers: Sequence[int]) -> Tensor:

@@ -84,9 +84,12 @@ class _Notes:
             self._phase = before
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("charge", "charge_message", "charge_edges", "count_round"):
+        if name not in ("charge", "charge_all", "charge_each", "charge_message", "charge_edges", "count_round"):
             raise NotCapturable(f"it uses {name!r} of the ledger")
-        return lambda *given: self.charges.append((self._phase, name, given))
+        # a bill may grow after it is paid
+        return lambda *given: self.charges.append(
+            (self._phase, name, tuple(dict(one) if isinstance(one, Mapping) else one for one in given))
+        )
 
 
 class _Traced:

@@ -12,10 +12,7 @@ from fedbilevel.problem.client_data import Batch
 if TYPE_CHECKING:
     from fedbilevel.federation.clients import Clients
 
-_CHUNK, _CHUNK_THERE = (
-    16,
-    128,
-)  # steps drawn at once, on the CPU and on a GPU: one draw of this many costs as much as one step
+_CHUNK, _CHUNK_THERE = 16, 128  # steps drawn at once, on the CPU and on a GPU: such a draw costs as much as one step
 
 
 class Step:
@@ -79,9 +76,14 @@ class StepSchedule:
             self.count = taus.to(clients.dtype).to(clients.device)[:, None]
         self._drawn: dict[tuple[str, str, int], tuple[int, Tensor]] = {}
 
+    def on_device(self, taus: Tensor) -> StepSchedule:
+        """Take as many steps of each client as a tensor on the device says, for captured outer iterations."""
+        self._taus, self.equal, self.count = taus, False, taus.to(self.clients.dtype)[:, None]
+        return self
+
     @property
     def taus(self) -> Tensor:
-        """Steps of each client (k,) on the CPU."""
+        """Steps of each client (k,), on the CPU outside captured outer iterations."""
         return torch.full((len(self.clients),), self.num) if self._taus is None else self._taus
 
     def batch(self, role: str, purpose: str, index: int, size: int | None, times: int, active: Tensor | None) -> Batch:
