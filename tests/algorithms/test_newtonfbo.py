@@ -19,7 +19,7 @@ from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import drive, relative
 
 SMALL = {"num_clients": 3, "dim_upper": 2, "dim_lower": 4}
-PLAIN = {"lr_upper": 0.1, "lr_lower": 1.0, "lr_system": 1.0, "eps": 1.0, "momentum": 0.0, "averaging": 0.5}
+PLAIN = {"move_upper": 0.1, "least_lower": 1.0, "least_system": 1.0, "eps": 1.0, "momentum": 0.0, "averaging": 0.5}
 
 
 def dense_run(task: Quadratic, algorithm: NewtonFBO, num_iterations: int, absent: Any) -> dict[str, np.ndarray]:
@@ -47,8 +47,8 @@ def dense_run(task: Quadratic, algorithm: NewtonFBO, num_iterations: int, absent
         step = m / (1 - of.momentum**t) / (np.sqrt(v / (1 - of.decay**t)) + of.eps)
         e = of.system_damping
         g_u = H @ u - f_y + e * u
-        z_x = z_x - of.lr_upper * min(1, t / of.warm_up) * step
-        z_y, u = z_y - max(of.lr_lower, a) * inverse(0) @ g_y, u - max(of.lr_system, a) * inverse(e) @ g_u
+        z_x = z_x - of.move_upper * min(1, t / of.warm_up) * step
+        z_y, u = z_y - max(of.least_lower, a) * inverse(0) @ g_y, u - max(of.least_system, a) * inverse(e) @ g_u
         w = max(1 - of.averaging, a)
         x, y = (1 - w) * x + w * z_x, (1 - w) * y + w * z_y
     return {"x": x, "y": y, "z_x": z_x, "z_y": z_y, "u": u, "m": m, "s": v}
@@ -60,7 +60,7 @@ def test_equals_dense_algebra(share: float, e: float, every: int) -> None:
     task = Quadratic(**SMALL)
     gone = [set(), {0}, {1, 2}, set(), {2}, {0}, set()]
     algorithm = NewtonFBO(
-        lr_upper=0.05, lr_lower=0.5, lr_system=0.4, damping=0.1, system_damping=e, lower_share=share, warm_up=3,
+        move_upper=0.05, least_lower=0.5, least_system=0.4, damping=0.1, system_damping=e, lower_share=share, warm_up=3,
         averaging=0.6, curvature_averaging=0.5, curvature_every=every, eps=0.1,
     )  # fmt: skip
     expected = dense_run(task, algorithm, 7, lambda t: gone[t - 1])
@@ -75,7 +75,7 @@ def _network() -> Any:
 
 def test_measured_curvature_of_a_matrix_is_the_signed_mean_of_blocks() -> None:
     """The reference is the dense Hessian of every client by autograd, at the point of the third round."""
-    built, algorithm = _network(), NewtonFBO(curvature_averaging=0.0, lr_lower=0.2)
+    built, algorithm = _network(), NewtonFBO(curvature_averaging=0.0, least_lower=0.2)
     fed, before = drive(algorithm, built, 2)
     fed.begin(3)
     signs = fed.draw("signs", 2**31)
@@ -183,7 +183,7 @@ def test_resume_is_bit_identical() -> None:
 
 
 def test_measured_step_moves_an_entry_by_a_share_of_its_size() -> None:
-    result = fb.solve(*Quadratic(**SMALL).build(), "newtonfbo", lr_upper="auto", num_iterations=2)
+    result = fb.solve(*Quadratic(**SMALL).build(), "newtonfbo", move_upper="auto", num_iterations=2)
     assert 0 < float(result.x["x"].abs().max()) < 0.2
 
 
@@ -197,7 +197,7 @@ def test_refuses_what_it_cannot_solve() -> None:
 
 
 def test_a_schedule_scales_the_step_of_x_and_the_least_steps() -> None:
-    built, algorithm = Quadratic(**SMALL).build(), NewtonFBO(lr_lower=0.8, lr_system=0.8)
+    built, algorithm = Quadratic(**SMALL).build(), NewtonFBO(least_lower=0.8, least_system=0.8)
     fed = Simulation(algorithm, built.problem, built.clients, dtype=torch.float64)
     state = algorithm.init(fed)
     fed.begin(4)

@@ -91,9 +91,9 @@ def matrices(y0: Mapping[str, Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class NewtonFBO(ServerAlgorithm):
-    lr_upper: StepSize = step_size(0.0015, "step of x, which is the size of its move in an entry", symbol="eta_x")
-    lr_lower: float = setting(0.3, "least share of a Newton step of y", symbol="eta_y", least=0, most=1)
-    lr_system: float = setting(0.3, "least share of a Newton step of u", symbol="eta_u", least=0, most=1)
+    move_upper: StepSize = step_size(0.0015, "about how far an entry of x moves in a round", symbol="eta_x")
+    least_lower: float = setting(0.3, "least share of a Newton step of y", symbol="eta_y", least=0, most=1)
+    least_system: float = setting(0.3, "least share of a Newton step of u", symbol="eta_u", least=0, most=1)
     damping: float = setting(0.001, "added to the measured curvature", symbol="d", above=0)
     system_damping: float = setting(0.0, "added to H in the system of u; 0: exact", symbol="e", least=0)
     lower_share: float = setting(
@@ -118,6 +118,7 @@ class NewtonFBO(ServerAlgorithm):
         1, "iterations from one measurement of curvature to the next, after as many with one each", symbol="p", least=1
     )
 
+    decays = ("move_upper", "least_lower", "least_system")
     upper_space = ("x", "z_x", "m", "s")
     lower_space = ("y", "z_y", "u")
     refuses = {"local": _ALONE, "private": _PRIVATE}
@@ -130,11 +131,11 @@ class NewtonFBO(ServerAlgorithm):
         u: Tensor
         m: Tensor
         s: Tensor
-        curvature: Tensor  # lower triangles of B, row by row and, one after another
+        curvature: Tensor  # lower triangles of B, row by row, one matrix after another
 
     def auto_steps(self, found: Found) -> dict[str, float]:
         """Return a step by which every entry of x moves by a share of the usual size of x."""
-        return {"lr_upper": ADAPTIVE * found.size}
+        return {"move_upper": ADAPTIVE * found.size}
 
     def init(self, fed: Federation) -> State:
         x, y = fed.initial()
@@ -153,11 +154,11 @@ class NewtonFBO(ServerAlgorithm):
         m = self.momentum * state.m + (1 - self.momentum) * new.h
         s = self.decay * state.s + (1 - self.decay) * new.h**2
         scale = (s / (1 - self.decay**t)).sqrt() + self.eps
-        z_x = state.z_x - self.lr_upper * min(1.0, t / self.warm_up) * m / (1 - self.momentum**t) / scale
+        z_x = state.z_x - self.move_upper * min(1.0, t / self.warm_up) * m / (1 - self.momentum**t) / scale
         solve = lambda v, extra: solved(matrices(fed.problem.y0), curvature, v, self.damping + extra)
         e = self.system_damping
-        z_y = state.z_y - share(self.lr_lower) * solve(new.g_y, 0.0)
-        u = state.u - share(self.lr_system) * solve(new.g_u + e * state.u, e)
+        z_y = state.z_y - share(self.least_lower) * solve(new.g_y, 0.0)
+        u = state.u - share(self.least_system) * solve(new.g_u + e * state.u, e)
         x, y = average(state.x, z_x, self.averaging), average(state.y, z_y, self.averaging)
         return self.State(x, y, z_x, z_y, u, m, s, curvature)
 
