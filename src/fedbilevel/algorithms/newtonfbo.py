@@ -92,23 +92,23 @@ def matrices(y0: Mapping[str, Tensor]) -> list[Tensor]:
 @dataclass(frozen=True, kw_only=True)
 class NewtonFBO(ServerAlgorithm):
     move_upper: StepSize = step_size(0.0015, "about how far an entry of x moves in a round", symbol="eta_x")
-    least_lower: float = setting(0.3, "least share of a Newton step of y", symbol="eta_y", least=0, most=1)
-    least_system: float = setting(0.3, "least share of a Newton step of u", symbol="eta_u", least=0, most=1)
-    damping: float = setting(0.001, "added to the measured curvature", symbol="d", above=0)
+    least_lower: float = setting(0.15, "least share of a Newton step of y", symbol="eta_y", least=0, most=1)
+    least_system: float = setting(0.15, "least share of a Newton step of u", symbol="eta_u", least=0, most=1)
+    damping: float = setting(0.003, "added to the measured curvature", symbol="d", above=0)
     system_damping: float = setting(0.0, "added to H in the system of u; 0: exact", symbol="e", least=0)
     lower_share: float = setting(
         0.0, "weight of the lower loss in the directions of x; 0: exact", symbol="rho", least=0
     )
     warm_up: int = setting(20, "iterations until the step of x has its full length", symbol="T", least=1)
     momentum: float = setting(
-        0.8, "how much of the momentum of x stays in a round", symbol="beta_1", least=0, most=0.9999
+        0.9, "how much of the momentum of x stays in a round", symbol="beta_1", least=0, most=0.9999
     )
     decay: float = setting(
         0.99, "how much of the second moment stays in a round", symbol="beta_2", least=0, most=0.9999
     )
     eps: float = setting(1e-8, "added to the root of the second moment", symbol="eps", above=0)
     averaging: float = setting(
-        0.95, "how much of the averages of x and y stays in a round; 0: the iterates are the answer",
+        0.97, "how much of the averages of x and y stays in a round; 0: the iterates are the answer",
         symbol="kappa", least=0, most=1,
     )  # fmt: skip
     curvature_averaging: float = setting(
