@@ -140,8 +140,8 @@ class NewtonFBO(ServerAlgorithm):
     def init(self, fed: Federation) -> State:
         x, y = fed.initial()
         num = sum(math.comb(one.shape[1] + 1, 2) for one in matrices(fed.problem.y0))
-        return self.State(x, y, fed.start("z_x"), fed.start("z_y"), *(fed.zeros(name) for name in ("u", "m", "s")),
-                          y.new_zeros(num))  # fmt: skip
+        u, m, s = (fed.zeros(name) for name in ("u", "m", "s"))
+        return self.State(x, y, fed.start("z_x"), fed.start("z_y"), u, m, s, y.new_zeros(num))
 
     def round(self, fed: Federation, state: State) -> State:
         t = fed.iteration
