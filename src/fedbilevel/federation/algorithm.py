@@ -20,7 +20,7 @@ from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phases import linear_phase as linear_phase
 from fedbilevel.federation.phases import phase as phase
 from fedbilevel.federation.probing import LOWER, UPPER, Found, Probing
-from fedbilevel.problem.problem import Scopes
+from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import AUTO, Settings
 
 LEVELS = {"global": "lower level", "local": "lower level", "shared": "upper variable", "private": "upper variable"}
@@ -104,6 +104,7 @@ class Federation(Protocol):
     num_answers: int  # clients that answered the last call
     ledger: Ledger
     weights: Tensor  # (n,) how much each client counts in a mean over all clients, by client number
+    problem: Problem  # for the shapes of its variables
 
     def initial(self) -> tuple[Any, Any]:
         """Return the initial x and y, each placed by its scope, without a round."""

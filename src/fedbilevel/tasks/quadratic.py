@@ -49,6 +49,7 @@ class Quadratic(Task):
     suggested = {
         "*": {"lr_lower": 0.2, "lr_system": 0.2, "lr_upper": 0.05, "num_local_steps": 1},
         "hgp": {"lr_lower": 0.1, "lr_system": 0.1, "num_terms": 80},
+        "newtonfbo": {"move_upper": 0.02, "averaging": 0.9},
         "sparkle": {"lr_lower": 0.12, "lr_system": 0.12, "lr_upper": 0.03},
     }
     suggested_iterations = {"*": 500}
