@@ -34,7 +34,7 @@ after the same outer iterations. `refused` says why no whole outer iteration was
 
 HEADINGS = {"busy_seconds": "GPU, s", "ratio": "x GPU", "uncaptured_seconds": "uncaptured, s"}
 AIM = 1.3
-SECONDS = 225.0  # of the whole section
+SECONDS = 100.0  # of the whole section
 _COMPARED = 12  # outer iterations after which trajectories are compared: replays begin at the sixth
 _ENOUGH, _LONGEST = 4, 60  # replays before timing, and outer iterations that may pass until then
 _TIMED, _PROFILED = 9, 3

@@ -32,7 +32,7 @@ minibatches. The library with the strategies `loop` and `auto`, and `in turn`: `
 given the same minibatches, holds one client's rows at a time and steps in place; its attention is fused in gradients
 and plain in products with second derivatives, and in bf16 it computes g_x of `penalty` in float32, as the library
 does. TF32 is off in all rows. Every row is a process of its own, with a limit of 60 s (100 s with 1B parameters); the
-most important rows come first, and rows that do not fit into 460 s are named at the end. `peak, GB` is the most that
+most important rows come first, and rows that do not fit into 330 s are named at the end. `peak, GB` is the most that
 torch had allocated from the start of the process on, and `rows of y` the same in float32 rows of y per client.
 `differs` is the distance from x of the program by hand after two outer iterations, relative to its norm. Aims for 100M
 parameters, 8 clients, bf16, `in turn`: at most 1.5 times the time by hand, and at most 6 rows (FedBiO) and 4 rows
@@ -43,8 +43,8 @@ HAND = "by hand"
 TURN = "in turn"
 WAYS = (HAND, TURN, "auto", "loop")  # the most important first
 ROW_SECONDS = {False: 60.0, True: 100.0}  # after this a row is given up, with less than a billion parameters and others
-WHOLE_SECONDS = 460.0  # of all rows
-TIMED_SECONDS = 8.0  # after this a row takes no more rounds
+WHOLE_SECONDS = 330.0  # of all rows
+TIMED_SECONDS = 5.0  # after this a row takes no more rounds
 COMPARED = 2  # the outer iteration after which x is compared
 WARM = {HAND: COMPARED, TURN: COMPARED, "loop": COMPARED, "auto": 4}  # phases are captured at their third occurrence
 ROWS_AIM = {"fedbio": 6, "penalty": 4}
