@@ -2,8 +2,8 @@
 
 First all runs see all samples: the rivals, each tuned by validation samples, and the bilevel run. It
 starts at the best rival that says where x and y could start (`Rival.start`), so that it begins at the
-plain practice. Where validation samples can serve for training, y is also trained once more with the
-learned x on training and validation samples: one y of all clients, or a y of every client's own.
+plain practice. Then y is trained once more with the learned x, as the task says (`Task.refits`): by
+default on training and validation samples together, where validation samples can serve for training.
 
 Then the validation samples of every client are divided into folds, and everything is repeated without
 one fold at a time. Rivals keep the settings by which they were tuned, so their tuning has seen the
@@ -35,11 +35,11 @@ from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
 from fedbilevel.studies.rivals import run_rival
-from fedbilevel.tasks.rival import PLAIN, with_validation
+from fedbilevel.tasks.rival import Way
 from fedbilevel.tasks.task import Built, Task
 
 _COSTS = ("rounds", "megabytes", "seconds")
-_BILEVEL = ("bilevel", "bilevel, refitted")
+_BILEVEL = "bilevel"  # a refit has a longer name
 
 
 class Contender(NamedTuple):
@@ -137,9 +137,9 @@ def guarded(
             losses.setdefault(name, []).append(_losses(one.problem, one.result, apart))
     held = {name: np.concatenate(parts) for name, parts in losses.items() if len(parts) == num_folds}
     final = {name: one._replace(losses=held[name]) for name, one in whole.items() if name in held}
-    plain = [name for name in final if name not in _BILEVEL]
+    plain = [name for name in final if not name.startswith(_BILEVEL)]
     best = min(plain, key=lambda name: final[name].held_loss)
-    bilevel = min((final[name] for name in _BILEVEL if name in final), key=lambda one: one.held_loss)
+    bilevel = min((final[name] for name in final if name not in plain), key=lambda one: one.held_loss)
     gaps = bilevel.losses - final[best].losses
     error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else float("inf")
     contenders = {**{name: final[name] for name in plain}, "bilevel": bilevel}
@@ -181,22 +181,22 @@ def _contest(
     first = tuned.first or min(starts, key=lambda name: min(good[name].tried.values()), default=None)
     if first in found and (start := plans[first].start) is not None:
         problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result))
-    runs = {"bilevel": solve(problem, clients, "self_tuned", **options)}
-    x = _common(runs["bilevel"].x)
-    if x is not None and _alike(clients):
-        runs["bilevel, refitted"] = _refitted(dataclasses.replace(problem, x0=x), clients, options)
-    for costs in (*(one.costs for one in rivals.values()), *(one.final for one in runs.values())):
+    runs = {_BILEVEL: (problem, solve(problem, clients, "self_tuned", **options))}
+    x = _common(runs[_BILEVEL][1].x)
+    for label, way in task.refits(problem, clients, x).items() if x is not None else ():
+        runs[f"{_BILEVEL}, {label}"] = way.problem, _refitted(way, options)
+    for costs in (*(one.costs for one in rivals.values()), *(one.final for _, one in runs.values())):
         for name in _COSTS:
             paid[name] += float(costs[name])
-    found |= {name: Contender(problem, one, _figures(one)) for name, one in runs.items()}
+    found |= {name: Contender(own, one, _figures(one)) for name, (own, one) in runs.items()}
     return found, _Tuned(list(good), {name: one.chosen for name, one in good.items()}, first)
 
 
-def _refitted(problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any]) -> Result:
-    """Train y once more, with x as it was learned, on training and validation samples together."""
+def _refitted(way: Way, options: Mapping[str, Any]) -> Result:
+    """Train y once more, with x as it was learned."""
     with warnings.catch_warnings():  # validation samples are among the training samples on purpose
         warnings.simplefilter("ignore", ProblemWarning)
-        return solve(problem, with_validation(clients), "self_tuned", **options, **PLAIN)
+        return solve(way.problem, way.clients, way.algorithm, **options, **way.settings)
 
 
 def _common(x: Any) -> dict[str, Any] | None:
@@ -204,11 +204,6 @@ def _common(x: Any) -> dict[str, Any] | None:
     first, *others = [x] if isinstance(x, Mapping) else x
     same = all(torch.allclose(one[name], leaf) for one in others for name, leaf in first.items())
     return {name: leaf.detach().cpu().clone() for name, leaf in first.items()} if same else None
-
-
-def _alike(clients: Sequence[Holdings]) -> bool:
-    """Return whether validation samples have every field that training needs."""
-    return all(set(client["train"]) <= set(client["val"]) for client in clients)
 
 
 def _figures(result: Result) -> dict[str, float]:

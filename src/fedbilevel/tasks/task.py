@@ -20,7 +20,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import Settings
-from fedbilevel.tasks.rival import Rival
+from fedbilevel.tasks.rival import Rival, Way, with_validation
 
 Kind = Literal["float", "int", "bool"]
 _WORDS: dict[str, str] = {"float": "floating-point numbers", "int": "whole numbers", "bool": "true or false"}
@@ -223,6 +223,16 @@ class Task(Settings):
         the same names.
         """
         return {}
+
+    def refits(self, problem: Problem, clients: Sequence[Holdings], x: Mapping[str, Tensor]) -> Mapping[str, Way]:
+        """Return ways to train y once more with the learned x, by label.
+
+        By default y is trained on training and validation samples together, if validation samples
+        have every field that training needs.
+        """
+        if not all(set(client["train"]) <= set(client["val"]) for client in clients):
+            return {}
+        return {"refitted": Way(dataclasses.replace(problem, x0=x), with_validation(clients))}
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:
         """Return results of a solution besides figures, in the forms of tasks/findings.py.
