@@ -13,6 +13,7 @@ import torch
 import fedbilevel as fb
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.problem.problem import Scopes
+from fedbilevel.tasks.few_shot_episodes import FewShotEpisodes
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.regularisation import Regularisation, _losses
 from fedbilevel.tasks.rival import Rival, Way, with_validation
@@ -148,6 +149,23 @@ def test_own_lower_variables_are_refitted_on_training_and_validation_samples():
     for own, client in zip(found.result.y, clients, strict=True):
         expected = np.concatenate([client["train"]["b"], client["val"]["b"]]).mean() / shrinkage
         assert float(own["w"]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_samples_that_no_run_learns_from_judge_without_folds():
+    """Few-shot: adasimfbo starts at ProtoNet's network, and held-out episodes choose."""
+    task = FewShotEpisodes(num_episodes=2, num_queries=2, num_held_out=4, num_filters=3)
+    found = fb.guarded(task, num_rounds=2, rivals=["prototypes"], seed=1)
+    near, bilevel = found.contenders["prototypes"], found.contenders["bilevel"]
+    for name, leaf in near.result.y.items():
+        torch.testing.assert_close(bilevel.problem.x0[name], leaf, rtol=0, atol=0)
+    assert bilevel.result.algorithm == "adasimfbo"
+    for one in (near, bilevel):
+        assert len(one.losses) == 4  # clients, each with as many episodes
+        assert one.held_loss == pytest.approx(1 - one.figures["validation_accuracy"])
+    assert found.difference == pytest.approx(bilevel.held_loss - near.held_loss)
+    assert found.answer == ("bilevel" if found.difference < -found.error else "prototypes")
+    num_ways = len(task.rivals()["prototypes"].ways)
+    assert found.costs["rounds"] == 2 * (num_ways + 1)
 
 
 def test_what_cannot_be_guarded_is_refused():

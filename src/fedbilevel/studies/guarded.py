@@ -11,7 +11,8 @@ fold, which favours them. The samples of the fold judge all answers by their upp
 
 Over all folds, they choose the best rival, and whether y is refitted. The answer is the rival,
 unless the bilevel answer is better by more than one standard error of the paired difference. Test
-samples have no influence.
+samples have no influence. Where a task has samples that no run learns from (`Task.judge`), there are
+no folds: the right answers of every client to these samples choose.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
 from fedbilevel.studies.rivals import run_rival
+from fedbilevel.tasks.findings import counted
 from fedbilevel.tasks.rival import Way
 from fedbilevel.tasks.task import Built, Task
 
@@ -45,7 +47,8 @@ _BILEVEL = "bilevel"  # a refit has a longer name
 class Contender(NamedTuple):
     """A possible answer, trained on all samples.
 
-    losses: upper losses of validation samples, each from a run that did not see the sample.
+    losses: upper losses of validation samples, each from a run that did not see the sample; or, where
+        the task has a judge, the share of wrong answers of every client.
     """
 
     problem: Problem
@@ -90,8 +93,8 @@ class Guarded:
     def sentence(self) -> str:
         losses = {name: one.held_loss for name, one in self.contenders.items()}
         return (
-            f"the answer is {self.answer}: on {len(self.contenders[self.rival].losses)} held-out samples, the upper "
-            f"loss is {losses['bilevel']:.4g} with bilevel and {losses[self.rival]:.4g} with {self.rival} "
+            f"the answer is {self.answer}: on held-out samples ({len(self.contenders[self.rival].losses)} values), the "
+            f"mean loss is {losses['bilevel']:.4g} with bilevel and {losses[self.rival]:.4g} with {self.rival} "
             f"(difference {self.difference:+.2g}, standard error {self.error:.2g})"
         )
 
@@ -110,6 +113,8 @@ def guarded(
 ) -> Guarded:
     """Run self_tuned and the rivals of a task, and choose by validation samples that runs did not see.
 
+    A task may name another algorithm (`Task.automatic`), or a figure that chooses (`Task.judge`).
+
     num_folds: parts of the validation samples; everything runs once without each, and once with all.
     rivals: names of the task's rivals that take part; None: all.
     options: further keywords of `solve`.
@@ -124,10 +129,14 @@ def guarded(
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Regularisation().")
     num_folds = whole_number("num_folds", num_folds, 2)
     built, options = task.build(), {"residuals": False, **options, "num_rounds": num_rounds, "seed": seed}
+    paid = dict.fromkeys(_COSTS, 0.0)
+    if task.judge:
+        whole, _ = _contest(task.with_built(built), options, paid, _Tuned(rivals))
+        judged = {name: one._replace(losses=_wrong(one, built.clients, task.judge)) for name, one in whole.items()}
+        return _chosen(judged, paid)
     folds = [_divided(client, Stream(seed), i, num_folds) for i, client in enumerate(built.clients)]
     if not any(len(next(iter(apart.values()))) for own in folds for _, apart in own):
         raise SettingError("no client has two validation samples, so that none can be left out: give more.")
-    paid = dict.fromkeys(_COSTS, 0.0)
     whole, tuned = _contest(task.with_built(built), options, paid, _Tuned(rivals))
     losses: dict[str, list[np.ndarray]] = {}
     for k in range(num_folds):
@@ -137,6 +146,11 @@ def guarded(
             losses.setdefault(name, []).append(_losses(one.problem, one.result, apart))
     held = {name: np.concatenate(parts) for name, parts in losses.items() if len(parts) == num_folds}
     final = {name: one._replace(losses=held[name]) for name, one in whole.items() if name in held}
+    return _chosen(final, paid)
+
+
+def _chosen(final: Mapping[str, Contender], paid: Mapping[str, float]) -> Guarded:
+    """Choose the rival, the refit and the answer by losses of samples that no run saw."""
     plain = [name for name in final if not name.startswith(_BILEVEL)]
     best = min(plain, key=lambda name: final[name].held_loss)
     bilevel = min((final[name] for name in final if name not in plain), key=lambda one: one.held_loss)
@@ -181,7 +195,8 @@ def _contest(
     first = tuned.first or min(starts, key=lambda name: min(good[name].tried.values()), default=None)
     if first in found and (start := plans[first].start) is not None:
         problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result))
-    runs = {_BILEVEL: (problem, solve(problem, clients, "self_tuned", **options))}
+    suggested = task.suggestions(task.automatic)
+    runs = {_BILEVEL: (problem, solve(problem, clients, task.automatic, **options, **suggested))}
     x = _common(runs[_BILEVEL][1].x)
     for label, way in task.refits(problem, clients, x).items() if x is not None else ():
         runs[f"{_BILEVEL}, {label}"] = way.problem, _refitted(way, options)
@@ -231,6 +246,12 @@ def _divided(
             )
         )
     return found
+
+
+def _wrong(one: Contender, clients: Sequence[Holdings], judge: tuple[str, str, str]) -> np.ndarray:
+    """Return the share of wrong answers of every client, in a role that no run learns from."""
+    role, right, answers = judge
+    return np.array([1 - sums[right] / sums[answers] for sums in counted(one.problem, clients, one.result, role)])
 
 
 @torch.no_grad()

@@ -76,10 +76,18 @@ def few_shot_rivals(task: FewShotEpisodes, clients: Sequence[Holdings]) -> dict[
         for step in (2.0, 10.0)
     }
     return {
-        "prototypes": Rival("ProtoNet: nearest mean of the support, trained on episodes", protonet),
+        "prototypes": Rival(
+            "ProtoNet: nearest mean of the support, trained on episodes",
+            protonet,
+            start=lambda label, run: {"x0": {**_copied(run.y), "penalty": torch.tensor(0.0)}},
+        ),
         "anil": Rival("ANIL: gradient steps of a head on the support, trained through them", anil),
         "classifier": Rival("classifier of all characters, then ridge regression", _classifiers(task, own, network)),
     }
+
+
+def _copied(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: leaf.detach().cpu().clone() for name, leaf in leaves.items()}
 
 
 def _classifiers(task: FewShotEpisodes, clients: Sequence[Holdings], network: Network) -> dict[str, Way]:

@@ -160,6 +160,9 @@ class Task(Settings):
     suggested: settings that replace the defaults of algorithms on this task; the key is the name of
         an algorithm, or "*" for all algorithms but self_tuned.
     suggested_iterations: numbers of outer iterations, with the same keys.
+    automatic: the algorithm of `guarded`, with its suggested settings.
+    judge: a role that no run learns from, and its statistics of right answers and of all answers, by
+        which `guarded` chooses; None: validation samples choose, which are left out in turn.
     avoid: when a plain way is better, as the end of "do not use this when ...".
     headline: the most important figures.
     needs: the fields that a site's folder must hold, as role -> field -> meaning in one line.
@@ -168,6 +171,8 @@ class Task(Settings):
 
     suggested: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     suggested_iterations: ClassVar[Mapping[str, int]] = {"*": 100}
+    automatic: ClassVar[str] = "self_tuned"
+    judge: ClassVar[tuple[str, str, str] | None] = None
     avoid: ClassVar[str] = ""
     headline: ClassVar[tuple[str, ...]] = ("upper_loss", "lower_loss")
     needs: ClassVar[Mapping[str, Mapping[str, str]]] = {}
