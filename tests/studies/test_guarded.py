@@ -158,7 +158,7 @@ def test_samples_that_no_run_learns_from_judge_without_folds():
     near, bilevel = found.contenders["prototypes"], found.contenders["bilevel"]
     for name, leaf in near.result.y.items():
         torch.testing.assert_close(bilevel.problem.x0[name], leaf, rtol=0, atol=0)
-    assert bilevel.result.algorithm == "adasimfbo"
+    assert bilevel.result.name == "adasimfbo"
     for one in (near, bilevel):
         assert len(one.losses) == 4  # clients, each with as many episodes
         assert one.held_loss == pytest.approx(1 - one.figures["validation_accuracy"])
