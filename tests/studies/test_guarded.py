@@ -151,6 +151,39 @@ def test_own_lower_variables_are_refitted_on_training_and_validation_samples():
         assert float(own["w"]) == pytest.approx(expected, abs=1e-6)
 
 
+def test_samples_apart_are_changed_as_a_rival_changes_its_inputs():
+    """The held-out loss of a rival with own label prior and standardised inputs, in plain numpy."""
+    task = fb.tasks.Personalisation(
+        personalise="head", shift="labels", num_clients=3, share=0.1, val_share=0.3, width=0.1, least=20
+    )
+    kept = []
+
+    class Kept(type(task)):
+        def rivals(self):
+            kept.append(self.build().clients)
+            one = super().rivals()["prior_standardised"]
+            label = next(iter(one.ways))
+            return {"one": Rival("fixed", {label: one.ways[label]}, one.refit)}
+
+        @classmethod
+        def name(cls):
+            return "personalisation"
+
+    found = fb.guarded(Kept(**task.asdict()), num_rounds=2, num_folds=2)
+    whole = task.build().clients
+    _, *folds = kept
+    for clients in folds:
+        for full, part in zip(whole, clients, strict=True):
+            assert len(part["val"]["label"]) + len(part["apart"]["label"]) == len(full["val"]["label"])
+    last = found.contenders["one"]
+    assert len(last.losses) == sum(len(client["val"]["label"]) for client in whole)
+    for full, own in zip(whole, last.clients, strict=True):
+        pixels = np.concatenate([full[role]["image"] for role in ("train", "val")]).astype(float)
+        expected = (full["test"]["image"] - pixels.mean()) / pixels.std()
+        np.testing.assert_allclose(own["test"]["image"], expected, atol=1e-5)
+        assert "prior" in own["test"]
+
+
 def test_samples_that_no_run_learns_from_judge_without_folds():
     """Few-shot: adasimfbo starts at ProtoNet's network, and held-out episodes choose."""
     task = FewShotEpisodes(num_episodes=2, num_queries=2, num_held_out=4, num_filters=3)

@@ -41,17 +41,20 @@ from fedbilevel.tasks.rival import Way
 from fedbilevel.tasks.task import Built, Task
 
 _COSTS = ("rounds", "megabytes", "seconds")
+_APART = "apart"
 _BILEVEL = "bilevel"  # a refit has a longer name
 
 
 class Contender(NamedTuple):
     """A possible answer, trained on all samples.
 
+    clients: as the run saw them; a rival may change inputs or add fields.
     losses: upper losses of validation samples, each from a run that did not see the sample; or, where
         the task has a judge, the share of wrong answers of every client.
     """
 
     problem: Problem
+    clients: Sequence[Holdings]
     result: Result
     figures: Mapping[str, float]
     losses: np.ndarray = np.empty(0)
@@ -140,9 +143,11 @@ def guarded(
     whole, tuned = _contest(task.with_built(built), options, paid, _Tuned(rivals))
     losses: dict[str, list[np.ndarray]] = {}
     for k in range(num_folds):
-        kept, apart = [own[k][0] for own in folds], [own[k][1] for own in folds]
+        # samples left out travel as a role that no run reads, so that rivals change their inputs too
+        kept = [{**own[k][0], _APART: own[k][1]} for own in folds]
         found, _ = _contest(task.with_built(Built(built.problem, kept)), options, paid, tuned)
         for name, one in found.items():
+            apart = [client[_APART] for client in one.clients]
             losses.setdefault(name, []).append(_losses(one.problem, one.result, apart))
     held = {name: np.concatenate(parts) for name, parts in losses.items() if len(parts) == num_folds}
     final = {name: one._replace(losses=held[name]) for name, one in whole.items() if name in held}
@@ -187,7 +192,7 @@ def _contest(
     if not good:
         raise SettingError(f"the task {task.name()} has no rival that ends well: use solve() instead.")
     found = {
-        name: Contender(one.way.problem, one.result, one.figures)
+        name: Contender(one.way.problem, one.way.clients, one.result, one.figures)
         for name, one in good.items()
         if one.result is not None
     }
@@ -196,14 +201,15 @@ def _contest(
     if first in found and (start := plans[first].start) is not None:
         problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result))
     suggested = task.suggestions(task.automatic)
-    runs = {_BILEVEL: (problem, solve(problem, clients, task.automatic, **options, **suggested))}
-    x = _common(runs[_BILEVEL][1].x)
+    answer = solve(problem, clients, task.automatic, **options, **suggested)
+    runs = {_BILEVEL: (problem, clients, answer)}
+    x = _common(answer.x)
     for label, way in task.refits(problem, clients, x).items() if x is not None else ():
-        runs[f"{_BILEVEL}, {label}"] = way.problem, _refitted(way, options)
-    for costs in (*(one.costs for one in rivals.values()), *(one.final for _, one in runs.values())):
+        runs[f"{_BILEVEL}, {label}"] = way.problem, way.clients, _refitted(way, options)
+    for costs in (*(one.costs for one in rivals.values()), *(one.final for *_, one in runs.values())):
         for name in _COSTS:
             paid[name] += float(costs[name])
-    found |= {name: Contender(own, one, _figures(one)) for name, (own, one) in runs.items()}
+    found |= {name: Contender(*own, one, _figures(one)) for name, (*own, one) in runs.items()}
     return found, _Tuned(list(good), {name: one.chosen for name, one in good.items()}, first)
 
 
