@@ -206,10 +206,10 @@ def _contest(
     x = _common(answer.x)
     for label, way in task.refits(problem, clients, x).items() if x is not None else ():
         runs[f"{_BILEVEL}, {label}"] = way.problem, way.clients, _refitted(way, options)
-    for costs in (*(one.costs for one in rivals.values()), *(one.final for *_, one in runs.values())):
+    for costs in (*(one.costs for one in rivals.values()), *(one.final for _, _, one in runs.values())):
         for name in _COSTS:
             paid[name] += float(costs[name])
-    found |= {name: Contender(*own, one, _figures(one)) for name, (*own, one) in runs.items()}
+    found |= {name: Contender(own, some, one, _figures(one)) for name, (own, some, one) in runs.items()}
     return found, _Tuned(list(good), {name: one.chosen for name, one in good.items()}, first)
 
 
