@@ -90,7 +90,7 @@ class FewShotEpisodes(Task):
         },
     }  # fmt: skip
     suggested_iterations = {"*": 200}
-    automatic = "adasimfbo"  # every hypergradient is of other episodes, and measured steps are too careful
+    automatic = "adasimfbo"  # self_tuned learned less in as many rounds
     judge = ("held_out", "validation_right", "validation_answers")
     avoid = "a metric is enough for the episodes: ProtoNet needs no second level and fewer messages"
     headline = ("validation_accuracy", "test_accuracy")
