@@ -262,6 +262,23 @@ def test_a_damped_system_has_a_solution_where_the_lower_level_is_concave() -> No
     assert float(rows["u"].norm()) < 0.9 * float(controls(rows).bound)
 
 
+@pytest.mark.parametrize("learned", [True, False])
+def test_an_entry_that_becomes_stiffer_does_not_explode(learned: bool) -> None:
+    """x makes one entry 200 times as stiff; D was measured before, and the shortest steps are too long."""
+    entries = torch.tensor([[1.0, 0.1, 3.0], [2.0, 0.5, 0.5]], dtype=torch.float64)
+    right, rows = torch.ones_like(entries), lower_rows(entries, entries, torch.ones(2, 1, dtype=torch.float64))
+    stiff = entries.clone()
+    stiff[0, 1] *= 200
+    for now in [entries] * 10 + [stiff] * 60:
+        rows = lower_step(rows, now * rows["z_y"] - right, now * rows["u"] - 2 * right if learned else None)
+    torch.testing.assert_close(rows["z_y"], right / stiff, rtol=1e-3, atol=0)
+    if learned:
+        torch.testing.assert_close(rows["u"], 2 * right / stiff, rtol=1e-3, atol=0)
+    changed = rows["diagonal"] != entries
+    assert changed.tolist() == [[False, True, False], [False, False, False]]
+    assert float(rows["diagonal"][0, 1]) >= 0.5 * float(stiff[0, 1])
+
+
 # ---- x -------------------------------------------------------------------------------------------
 
 

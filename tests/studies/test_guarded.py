@@ -13,6 +13,7 @@ import torch
 import fedbilevel as fb
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.problem.problem import Scopes
+from fedbilevel.tasks.few_shot_episodes import FewShotEpisodes
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.regularisation import Regularisation, _losses
 from fedbilevel.tasks.rival import Rival, Way, with_validation
@@ -148,6 +149,56 @@ def test_own_lower_variables_are_refitted_on_training_and_validation_samples():
     for own, client in zip(found.result.y, clients, strict=True):
         expected = np.concatenate([client["train"]["b"], client["val"]["b"]]).mean() / shrinkage
         assert float(own["w"]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_samples_apart_are_changed_as_a_rival_changes_its_inputs():
+    """The held-out loss of a rival with own label prior and standardised inputs, in plain numpy."""
+    task = fb.tasks.Personalisation(
+        personalise="head", shift="labels", num_clients=3, share=0.1, val_share=0.3, width=0.1, least=20
+    )
+    kept = []
+
+    class Kept(type(task)):
+        def rivals(self):
+            kept.append(self.build().clients)
+            one = super().rivals()["prior_standardised"]
+            label = next(iter(one.ways))
+            return {"one": Rival("fixed", {label: one.ways[label]}, one.refit)}
+
+        @classmethod
+        def name(cls):
+            return "personalisation"
+
+    found = fb.guarded(Kept(**task.asdict()), num_rounds=2, num_folds=2)
+    whole = task.build().clients
+    _, *folds = kept
+    for clients in folds:
+        for full, part in zip(whole, clients, strict=True):
+            assert len(part["val"]["label"]) + len(part["apart"]["label"]) == len(full["val"]["label"])
+    last = found.contenders["one"]
+    assert len(last.losses) == sum(len(client["val"]["label"]) for client in whole)
+    for full, own in zip(whole, last.clients, strict=True):
+        pixels = np.concatenate([full[role]["image"] for role in ("train", "val")]).astype(float)
+        expected = (full["test"]["image"] - pixels.mean()) / pixels.std()
+        np.testing.assert_allclose(own["test"]["image"], expected, atol=1e-5)
+        assert "prior" in own["test"]
+
+
+def test_samples_that_no_run_learns_from_judge_without_folds():
+    """Few-shot: adasimfbo starts at ProtoNet's network, and held-out episodes choose."""
+    task = FewShotEpisodes(num_episodes=2, num_queries=2, num_held_out=4, num_filters=3)
+    found = fb.guarded(task, num_rounds=2, rivals=["prototypes"], seed=1)
+    near, bilevel = found.contenders["prototypes"], found.contenders["bilevel"]
+    for name, leaf in near.result.y.items():
+        torch.testing.assert_close(bilevel.problem.x0[name], leaf, rtol=0, atol=0)
+    assert bilevel.result.name == "adasimfbo"
+    for one in (near, bilevel):
+        assert len(one.losses) == 4  # clients, each with as many episodes
+        assert one.held_loss == pytest.approx(1 - one.figures["validation_accuracy"])
+    assert found.difference == pytest.approx(bilevel.held_loss - near.held_loss)
+    assert found.answer == ("bilevel" if found.difference < -found.error else "prototypes")
+    num_ways = len(task.rivals()["prototypes"].ways)
+    assert found.costs["rounds"] == 2 * (num_ways + 1)
 
 
 def test_what_cannot_be_guarded_is_refused():

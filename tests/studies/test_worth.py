@@ -134,6 +134,16 @@ def test_self_tuned_from_the_plain_way_is_the_bilevel_answer_beside_its_start():
     assert found["rounds"] == guarded.costs["rounds"]
 
 
+def test_a_task_names_the_algorithm_that_stands_for_self_tuned():
+    small = {"num_episodes": 2, "num_queries": 2, "num_held_out": 3, "num_filters": 3}
+    task = fb.tasks.FewShotEpisodes(**small).repeated(1)
+    found = run(task={"name": "few_shot_episodes", **small}, figure="test_accuracy", num_rounds=3).figures
+    settings = task.suggestions("adasimfbo")
+    assert (
+        found["figure"] == fb.solve(*task.build(), "adasimfbo", num_rounds=3, seed=1, **settings).final["test_accuracy"]
+    )
+
+
 def test_influence_is_judged_by_the_order_of_random_samples():
     task = {"name": "influence", "num_train": 12, "num_val": 20}
     common = {"task": task, "figure": "rank_correlation", "num_rounds": 1, "num_removed": 15}

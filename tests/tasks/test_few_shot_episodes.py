@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -243,6 +246,28 @@ def test_rivals_measure_the_same_figures_on_the_same_test_episodes():
             start, end = result.rows[0], result.rows[-1]
             assert start["lower_loss"] != end["lower_loss"]
             assert all(torch.equal(result.x[name], leaf.double()) for name, leaf in way.problem.x0.items())
+
+
+def test_a_bilevel_run_begins_at_protonet_with_episodes_of_as_many_characters():
+    task = FewShotEpisodes(**SMALL)
+    (own, clients), rival = task.build(), task.rivals()["prototypes"]
+    assert len(rival.ways) == 2
+
+    def losses(problem) -> list[float]:
+        population = Population(problem, clients, dtype=torch.float64)
+        found = population.measure(population.x0, population.y0)
+        return [found["upper_loss"], found["lower_loss"]]
+
+    for label, way in rival.ways.items():
+        start = rival.start(label, SimpleNamespace(y={name: leaf + 0.1 for name, leaf in way.problem.y0.items()}))
+        assert set(start["x0"]) == set(own.x0)
+        for name in way.problem.y0:
+            torch.testing.assert_close(start["x0"][name], own.x0[name] + 0.1)
+        like = dataclasses.replace(task, training_ways=int(label.split()[0])).problem(Shapes.of(clients[0]))
+        found = losses(dataclasses.replace(own, **start))
+        assert found == pytest.approx(losses(dataclasses.replace(like, x0=start["x0"])))
+        same = found == pytest.approx(losses(dataclasses.replace(own, x0=start["x0"])))
+        assert same == (label == "3 characters")
 
 
 def test_the_classifier_reads_one_image_of_each_real_character():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks.imbalance import Imbalance
 from fedbilevel.tasks.mixing import Mixing
 from fedbilevel.tasks.regularisation import Regularisation
+from fedbilevel.tasks.task import Built
 
 REGULARISATION = Regularisation(num_train=30, num_val=20, num_test=10, num_noise=2)
 IMBALANCE = Imbalance(num_clients=3, share=0.3, num_val=2, imbalance_ratio=6.0, l2=0.02)
@@ -142,6 +144,38 @@ def test_losses_of_the_rivals_of_mixing_are_those_of_numpy():
         found = lower_loss(rivals[name].ways[label], y)
         assert found == pytest.approx(loss + norm, rel=1e-6), (name, label)
         assert [len(client["val"]["label"]) for client in rivals[name].ways[label].clients] == [2] * 3
+
+
+def test_mixing_starts_at_a_plain_mixture_and_trains_again_with_learned_weights():
+    """Sources have other numbers of samples here: 2, 4 and 5 at every client."""
+    kept = np.concatenate([np.arange(2), np.arange(5, 9), np.arange(10, 15)])
+    problem, whole = Mixing(num_good=2, num_bad=1, num_clients=3, num_train=5, num_val=4, num_hidden=4).build()
+    clients = [{**one, "train": {name: value[kept] for name, value in one["train"].items()}} for one in whole]
+    task = MIXING.with_built(Built(problem, clients))
+    rivals = task.rivals()
+    shares = {
+        name: torch.softmax(rivals[name].start("sources", None)["x0"]["logit"], 0)
+        for name in rivals
+        if name != "target"
+    }
+    np.testing.assert_allclose(shares["uniform"], [1 / 3] * 3, rtol=1e-6)
+    np.testing.assert_allclose(shares["proportional"], np.array([2, 4, 5]) / 11, rtol=1e-6)
+    x = {"logit": torch.tensor([0.5, -1.0, 2.0])}
+    found, y = task.refits(problem, clients, x), some_y(problem)
+    weights = torch.softmax(x["logit"], 0).tolist()
+    alone = lambda source: lower_loss(task._trained(problem, clients, torch.eye(4)[source]), y)
+    losses = [alone(source) for source in range(4)]
+    assert lower_loss(found["sources"], y) == pytest.approx(sum(map(math.prod, zip(weights, losses[:3], strict=True))))
+    mixed = [*(0.75 * weight for weight in weights), 0.25]
+    assert lower_loss(found["sources and target"], y) == pytest.approx(
+        sum(map(math.prod, zip(mixed, losses, strict=True)))
+    )
+    for way in found.values():
+        assert way.problem.x0 is x
+        batch = {"context": torch.zeros(1, 3, dtype=torch.long), "label": torch.zeros(1, dtype=torch.long)}
+        leaves = {name: torch.as_tensor(leaf) for name, leaf in y.items()}
+        plain = way.problem.upper(x, leaves, batch)  # no divergence from uniform weights
+        torch.testing.assert_close(plain, problem.upper({"logit": torch.zeros(3)}, leaves, batch))
 
 
 @pytest.mark.parametrize("task", [REGULARISATION, IMBALANCE, MIXING], ids=lambda task: task.name())

@@ -64,6 +64,7 @@ def lower_step(rows: Rows, g_y: Tensor, g_u: Tensor | None, gait: Gait = GAITS["
 
     g_y, g_u: the residuals grad_y g and H u - f_y; None leaves u unchanged.
     """
+    rows = _stiffened(rows, {"y": g_y} if g_u is None else {"y": g_y, "u": g_u})
     d, c = rows["diagonal"], Controls.of(rows["controls"])
     first = c.steps == 0
     cos_y, lag_y = _agreement(g_y, rows["g_y"], d, c.cos_y, c.lag_y, first)
@@ -87,6 +88,26 @@ def lower_step(rows: Rows, g_y: Tensor, g_u: Tensor | None, gait: Gait = GAITS["
         torch.maximum(c.top_y, lag_y), torch.maximum(c.top_u, lag_u), bound, c.steps + 1,
     )  # fmt: skip
     return {**new, "controls": controls.joined()}
+
+
+def _stiffened(rows: Rows, residuals: Mapping[str, Tensor]) -> Rows:
+    """Return rows with a larger diagonal, and no momentum, at entries whose steps became too long.
+
+    A step of a single entry of y changes its residual by the factor 1 - a, where a = 1 is the exact
+    step. An entry whose residual turns around and grows has a = 1 + |new / old| > 2: x made it stiffer
+    since D was measured. Noise does so too, so the residual as a whole must turn around and be twice
+    the largest so far, and the entry alone must be above the largest.
+    """
+    c = Controls.of(rows["controls"])
+    for name, new, top in zip(residuals, residuals.values(), (c.top_y, c.top_u), strict=False):
+        d, old = rows["diagonal"], rows[f"g_{name}"]
+        size, before = norm(new, 1 / d), norm(old, 1 / d)
+        turned = (dot(new / d, old) < -0.5 * size * before) & (size > before) & (size**2 > 4 * top)
+        there = turned & (new * old < 0) & (new.abs() > old.abs()) & (new**2 / d > top)
+        longer = torch.where(there, 1 + (new / old).abs(), 1.0).clamp(max=100.0)
+        rows = {**rows, "diagonal": d * longer}
+        rows |= {f"v_{one}": torch.where(there, 0.0, rows[f"v_{one}"]) for one in residuals}
+    return rows
 
 
 def _agreement(

@@ -29,9 +29,10 @@ Its y minimises g + r f and y + r u minimises g, as in the penalty method with l
 
 D is a diagonal that makes the rows of D^-1/2 H D^-1/2 equally long, estimated from products of H
 with random signs. L is the largest eigenvalue of D^-1/2 H D^-1/2, by power iteration. Products
-for D and L are sent along with the directions in three of eight outer iterations. c_y and c_u are
-cosines of successive residuals, as running means of at least zero: steady residuals give momentum,
-noisy ones do not. s falls while a cosine is negative, which shows noise or too long steps. delta is
+for D and L are sent along with the directions in three of eight outer iterations. Between these, an
+entry of D grows where x made y stiffer: where the residual turns around and doubles its largest norm.
+c_y and c_u are cosines of successive residuals, as running means of at least zero: steady residuals
+give momentum, noisy ones do not. s falls while a cosine is negative, which shows noise or too long steps. delta is
 twice the negative part of u' H u / (L u' D u), and zero for a difference over r u.
 
 The length l grows while h agrees with the last direction and falls when it does not. It has two

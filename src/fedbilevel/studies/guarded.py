@@ -2,8 +2,8 @@
 
 First all runs see all samples: the rivals, each tuned by validation samples, and the bilevel run. It
 starts at the best rival that says where x and y could start (`Rival.start`), so that it begins at the
-plain practice. Where validation samples can serve for training, y is also trained once more with the
-learned x on training and validation samples: one y of all clients, or a y of every client's own.
+plain practice. Then y is trained once more with the learned x, as the task says (`Task.refits`): by
+default on training and validation samples together, where validation samples can serve for training.
 
 Then the validation samples of every client are divided into folds, and everything is repeated without
 one fold at a time. Rivals keep the settings by which they were tuned, so their tuning has seen the
@@ -11,7 +11,8 @@ fold, which favours them. The samples of the fold judge all answers by their upp
 
 Over all folds, they choose the best rival, and whether y is refitted. The answer is the rival,
 unless the bilevel answer is better by more than one standard error of the paired difference. Test
-samples have no influence.
+samples have no influence. Where a task has samples that no run learns from (`Task.judge`), there are
+no folds: the right answers of every client to these samples choose.
 """
 
 from __future__ import annotations
@@ -35,20 +36,25 @@ from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
 from fedbilevel.studies.rivals import run_rival
-from fedbilevel.tasks.rival import PLAIN, with_validation
+from fedbilevel.tasks.findings import counted
+from fedbilevel.tasks.rival import Way
 from fedbilevel.tasks.task import Built, Task
 
 _COSTS = ("rounds", "megabytes", "seconds")
-_BILEVEL = ("bilevel", "bilevel, refitted")
+_APART = "apart"
+_BILEVEL = "bilevel"  # a refit has a longer name
 
 
 class Contender(NamedTuple):
     """A possible answer, trained on all samples.
 
-    losses: upper losses of validation samples, each from a run that did not see the sample.
+    clients: as the run saw them; a rival may change inputs or add fields.
+    losses: upper losses of validation samples, each from a run that did not see the sample; or, where
+        the task has a judge, the share of wrong answers of every client.
     """
 
     problem: Problem
+    clients: Sequence[Holdings]
     result: Result
     figures: Mapping[str, float]
     losses: np.ndarray = np.empty(0)
@@ -90,8 +96,8 @@ class Guarded:
     def sentence(self) -> str:
         losses = {name: one.held_loss for name, one in self.contenders.items()}
         return (
-            f"the answer is {self.answer}: on {len(self.contenders[self.rival].losses)} held-out samples, the upper "
-            f"loss is {losses['bilevel']:.4g} with bilevel and {losses[self.rival]:.4g} with {self.rival} "
+            f"the answer is {self.answer}: on held-out samples ({len(self.contenders[self.rival].losses)} values), the "
+            f"mean loss is {losses['bilevel']:.4g} with bilevel and {losses[self.rival]:.4g} with {self.rival} "
             f"(difference {self.difference:+.2g}, standard error {self.error:.2g})"
         )
 
@@ -110,6 +116,8 @@ def guarded(
 ) -> Guarded:
     """Run self_tuned and the rivals of a task, and choose by validation samples that runs did not see.
 
+    A task may name another algorithm (`Task.automatic`), or a figure that chooses (`Task.judge`).
+
     num_folds: parts of the validation samples; everything runs once without each, and once with all.
     rivals: names of the task's rivals that take part; None: all.
     options: further keywords of `solve`.
@@ -124,22 +132,33 @@ def guarded(
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Regularisation().")
     num_folds = whole_number("num_folds", num_folds, 2)
     built, options = task.build(), {"residuals": False, **options, "num_rounds": num_rounds, "seed": seed}
+    paid = dict.fromkeys(_COSTS, 0.0)
+    if task.judge:
+        whole, _ = _contest(task.with_built(built), options, paid, _Tuned(rivals))
+        judged = {name: one._replace(losses=_wrong(one, built.clients, task.judge)) for name, one in whole.items()}
+        return _chosen(judged, paid)
     folds = [_divided(client, Stream(seed), i, num_folds) for i, client in enumerate(built.clients)]
     if not any(len(next(iter(apart.values()))) for own in folds for _, apart in own):
         raise SettingError("no client has two validation samples, so that none can be left out: give more.")
-    paid = dict.fromkeys(_COSTS, 0.0)
     whole, tuned = _contest(task.with_built(built), options, paid, _Tuned(rivals))
     losses: dict[str, list[np.ndarray]] = {}
     for k in range(num_folds):
-        kept, apart = [own[k][0] for own in folds], [own[k][1] for own in folds]
+        # samples left out travel as a role that no run reads, so that rivals change their inputs too
+        kept = [{**own[k][0], _APART: own[k][1]} for own in folds]
         found, _ = _contest(task.with_built(Built(built.problem, kept)), options, paid, tuned)
         for name, one in found.items():
+            apart = [client[_APART] for client in one.clients]
             losses.setdefault(name, []).append(_losses(one.problem, one.result, apart))
     held = {name: np.concatenate(parts) for name, parts in losses.items() if len(parts) == num_folds}
     final = {name: one._replace(losses=held[name]) for name, one in whole.items() if name in held}
-    plain = [name for name in final if name not in _BILEVEL]
+    return _chosen(final, paid)
+
+
+def _chosen(final: Mapping[str, Contender], paid: Mapping[str, float]) -> Guarded:
+    """Choose the rival, the refit and the answer by losses of samples that no run saw."""
+    plain = [name for name in final if not name.startswith(_BILEVEL)]
     best = min(plain, key=lambda name: final[name].held_loss)
-    bilevel = min((final[name] for name in _BILEVEL if name in final), key=lambda one: one.held_loss)
+    bilevel = min((final[name] for name in final if name not in plain), key=lambda one: one.held_loss)
     gaps = bilevel.losses - final[best].losses
     error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else float("inf")
     contenders = {**{name: final[name] for name in plain}, "bilevel": bilevel}
@@ -173,7 +192,7 @@ def _contest(
     if not good:
         raise SettingError(f"the task {task.name()} has no rival that ends well: use solve() instead.")
     found = {
-        name: Contender(one.way.problem, one.result, one.figures)
+        name: Contender(one.way.problem, one.way.clients, one.result, one.figures)
         for name, one in good.items()
         if one.result is not None
     }
@@ -181,22 +200,24 @@ def _contest(
     first = tuned.first or min(starts, key=lambda name: min(good[name].tried.values()), default=None)
     if first in found and (start := plans[first].start) is not None:
         problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result))
-    runs = {"bilevel": solve(problem, clients, "self_tuned", **options)}
-    x = _common(runs["bilevel"].x)
-    if x is not None and _alike(clients):
-        runs["bilevel, refitted"] = _refitted(dataclasses.replace(problem, x0=x), clients, options)
-    for costs in (*(one.costs for one in rivals.values()), *(one.final for one in runs.values())):
+    suggested = task.suggestions(task.automatic)
+    answer = solve(problem, clients, task.automatic, **options, **suggested)
+    runs = {_BILEVEL: (problem, clients, answer)}
+    x = _common(answer.x)
+    for label, way in task.refits(problem, clients, x).items() if x is not None else ():
+        runs[f"{_BILEVEL}, {label}"] = way.problem, way.clients, _refitted(way, options)
+    for costs in (*(one.costs for one in rivals.values()), *(one.final for _, _, one in runs.values())):
         for name in _COSTS:
             paid[name] += float(costs[name])
-    found |= {name: Contender(problem, one, _figures(one)) for name, one in runs.items()}
+    found |= {name: Contender(own, some, one, _figures(one)) for name, (own, some, one) in runs.items()}
     return found, _Tuned(list(good), {name: one.chosen for name, one in good.items()}, first)
 
 
-def _refitted(problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any]) -> Result:
-    """Train y once more, with x as it was learned, on training and validation samples together."""
+def _refitted(way: Way, options: Mapping[str, Any]) -> Result:
+    """Train y once more, with x as it was learned."""
     with warnings.catch_warnings():  # validation samples are among the training samples on purpose
         warnings.simplefilter("ignore", ProblemWarning)
-        return solve(problem, with_validation(clients), "self_tuned", **options, **PLAIN)
+        return solve(way.problem, way.clients, way.algorithm, **options, **way.settings)
 
 
 def _common(x: Any) -> dict[str, Any] | None:
@@ -204,11 +225,6 @@ def _common(x: Any) -> dict[str, Any] | None:
     first, *others = [x] if isinstance(x, Mapping) else x
     same = all(torch.allclose(one[name], leaf) for one in others for name, leaf in first.items())
     return {name: leaf.detach().cpu().clone() for name, leaf in first.items()} if same else None
-
-
-def _alike(clients: Sequence[Holdings]) -> bool:
-    """Return whether validation samples have every field that training needs."""
-    return all(set(client["train"]) <= set(client["val"]) for client in clients)
 
 
 def _figures(result: Result) -> dict[str, float]:
@@ -236,6 +252,12 @@ def _divided(
             )
         )
     return found
+
+
+def _wrong(one: Contender, clients: Sequence[Holdings], judge: tuple[str, str, str]) -> np.ndarray:
+    """Return the share of wrong answers of every client, in a role that no run learns from."""
+    role, right, answers = judge
+    return np.array([1 - sums[right] / sums[answers] for sums in counted(one.problem, clients, one.result, role)])
 
 
 @torch.no_grad()

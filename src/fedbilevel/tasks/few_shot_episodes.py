@@ -48,7 +48,7 @@ from fedbilevel.tasks import episodes
 from fedbilevel.tasks.alphabets import Alphabets, dealt
 from fedbilevel.tasks.episodes import Draw, Features, Network
 from fedbilevel.tasks.few_shot_rivals import few_shot_rivals, measured
-from fedbilevel.tasks.rival import Rival
+from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 _MOST = 40  # images of a character in a pool
@@ -90,6 +90,8 @@ class FewShotEpisodes(Task):
         },
     }  # fmt: skip
     suggested_iterations = {"*": 200}
+    automatic = "adasimfbo"  # self_tuned learned less in as many rounds
+    judge = ("held_out", "validation_right", "validation_answers")
     avoid = "a metric is enough for the episodes: ProtoNet needs no second level and fewer messages"
     headline = ("validation_accuracy", "test_accuracy")
     needs = {
@@ -166,7 +168,11 @@ class FewShotEpisodes(Task):
 
     def rivals(self) -> Mapping[str, Rival]:
         """Return ProtoNet, ANIL, and a classifier of all characters whose features get new heads."""
-        return few_shot_rivals(self, self.clients())
+        return few_shot_rivals(self, self.build().clients)
+
+    def refits(self, problem: Problem, clients: Any, x: Any) -> Mapping[str, Way]:
+        """Return none: the head of an episode is exact, and both levels draw from the same characters."""
+        return {}
 
 
 def _pool(alphabets: Alphabets, character: int, num: int, rng: np.random.Generator) -> np.ndarray:

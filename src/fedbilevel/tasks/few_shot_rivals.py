@@ -14,6 +14,7 @@ the ways of a rival.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +77,22 @@ def few_shot_rivals(task: FewShotEpisodes, clients: Sequence[Holdings]) -> dict[
         for step in (2.0, 10.0)
     }
     return {
-        "prototypes": Rival("ProtoNet: nearest mean of the support, trained on episodes", protonet),
+        "prototypes": Rival(
+            "ProtoNet: nearest mean of the support, trained on episodes",
+            protonet,
+            start=lambda label, run: _started(task, clients, run.y, int(label.split()[0])),
+        ),
         "anil": Rival("ANIL: gradient steps of a head on the support, trained through them", anil),
         "classifier": Rival("classifier of all characters, then ridge regression", _classifiers(task, own, network)),
     }
+
+
+def _started(task: FewShotEpisodes, clients: Sequence[Holdings], y: Mapping[str, Tensor], num: int) -> dict[str, Any]:
+    """Return where a bilevel run begins: at ProtoNet's network, with episodes of as many characters."""
+    like = dataclasses.replace(task, training_ways=num).problem(Shapes.of(clients[0]))
+    network = {name: leaf.detach().cpu().clone() for name, leaf in y.items()}
+    x0 = {**network, "penalty": torch.tensor(0.0)}
+    return {"x0": x0, "upper": like.upper, "lower": like.lower, "draws": like.draws}
 
 
 def _classifiers(task: FewShotEpisodes, clients: Sequence[Holdings], network: Network) -> dict[str, Way]:

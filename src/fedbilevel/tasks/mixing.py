@@ -30,7 +30,8 @@ clients; for large q only the worst client counts. `worst_test_loss` is then a f
 
 Rivals: sources weighted alike (`uniform`) or by characters (`proportional`), with and without half of
 the target samples among the training samples, and these alone (`target`). The other half stops
-training early and chooses.
+training early and chooses. `fb.guarded` starts x at the better of the first two, and trains y once
+more with the learned weights, likewise with and without half of the target samples.
 
 Figures: test_loss is the cross-entropy per character of target text, and good_weight the sum of the
 weights of the good sources.
@@ -158,32 +159,48 @@ class Mixing(Task):
         return (batch["weight"] * losses).sum() ** power / power
 
     def rivals(self) -> dict[str, Rival]:
-        built = self.build()
+        problem, clients = self.build()
         num_sources = self.num_good + self.num_bad
-        halves = [_halved(client, num_sources) for client in built.clients]
-        counts = np.sum([np.bincount(one["train"]["source"], minlength=num_sources + 1) for one in halves], 0)
-        equal = torch.as_tensor(counts.sum() / (len(counts) * counts.clip(1)), dtype=torch.float32)
+        counts = torch.as_tensor(_counts([_halved(client, num_sources) for client in clients], num_sources))
         each, no_target = torch.ones(num_sources + 1), torch.ones(num_sources + 1)
         no_target[-1] = 0.0
-
-        def way(weights: Tensor) -> Way:
-            scaled = weights * counts.sum() / float((weights * torch.as_tensor(counts)).sum())
-            lower = lambda x, y, batch: (
-                scaled.to(batch["weight"])[batch["source"]] * _entropy(y, batch) + self._decay(y)
-            )
-            return Way(replace(built.problem, lower=lower), halves, settings=_STOPPED)
-
+        way = lambda weights: self._trained(problem, clients, weights)
+        start = lambda shares: lambda label, run: {"x0": {"logit": (shares.log() - shares.log().mean()).float()}}
         return {
             "uniform": Rival(
                 "every source counts the same",
-                {"sources": way(equal * no_target), "sources and target": way(equal)},
+                {"sources": way(no_target), "sources and target": way(each)},
+                start=start(each[:-1]),
             ),
             "proportional": Rival(
                 "every character counts the same",
-                {"sources": way(no_target), "sources and target": way(each)},
+                {"sources": way(counts * no_target), "sources and target": way(counts * each)},
+                start=start(counts[:-1].clamp(min=1)),
             ),
             "target": Rival("target samples alone", {"target": way(1 - no_target)}),
         }
+
+    def refits(self, problem: Problem, clients: Sequence[Holdings], x: Mapping[str, Tensor]) -> dict[str, Way]:
+        """Return training from the start with learned weights, without the target and with it as one source more."""
+        weights, one = softmax(x["logit"].double(), 0), torch.zeros(1).double()
+        own = replace(problem, x0=x, upper=lambda x, y, batch: self._served(_entropy(y, batch), batch))
+        found = {
+            "sources": torch.cat([weights, one]),
+            "sources and target": torch.cat([weights, one + 1 / len(weights)]),
+        }
+        return {label: self._trained(own, clients, mixture) for label, mixture in found.items()}
+
+    def _trained(self, problem: Problem, clients: Sequence[Holdings], weights: Tensor) -> Way:
+        """Return a run of y on sources, the last of which is half of the target, with these shares of the loss.
+
+        The other half of the target chooses the state.
+        """
+        halves = [_halved(client, len(weights) - 1) for client in clients]
+        counts = torch.as_tensor(_counts(halves, len(weights) - 1))
+        each = torch.where(counts > 0, weights.double(), 0.0)  # a source without samples has no share
+        each = each / each.sum() * counts.sum() / counts.clamp(min=1)
+        lower = lambda x, y, batch: each.to(batch["weight"])[batch["source"]] * _entropy(y, batch) + self._decay(y)
+        return Way(replace(problem, lower=lower), halves, settings=_STOPPED)
 
     def _decay(self, y: Any) -> Any:
         return 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
@@ -252,6 +269,11 @@ class Mixing(Task):
         layers = {"hidden": (self.num_hidden, context * self.num_embedding), "out": (num_characters, self.num_hidden)}
         embedding = torch.randn(num_characters, self.num_embedding, generator=draw)
         return {"embedding": embedding, **uniform(layers, draw)}
+
+
+def _counts(clients: Sequence[Holdings], last: int) -> np.ndarray:
+    """Return the number of training samples of every source up to `last`, over all clients."""
+    return np.sum([np.bincount(one["train"]["source"], minlength=last + 1) for one in clients], 0)
 
 
 def _halved(client: Holdings, source: int) -> Holdings:

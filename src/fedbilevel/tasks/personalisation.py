@@ -209,15 +209,16 @@ class Personalisation(Task):
 
     def rivals(self) -> Mapping[str, Rival]:
         """Return plain ways on the same network, which take the same regulariser."""
+        own, clients = self.build()
+        num_pixels, num_classes = clients[0]["train"]["image"].shape[1], own.y0["out.bias"].shape[-1]
         plain = dataclasses.replace(self, personalise="none", lower="global")
-        shared, clients = plain.build()
-        num_pixels, num_classes = clients[0]["train"]["image"].shape[1], len(shared.y0["out.bias"])
+        given = Shapes.of(clients[0], num_classes)
+        shared = plain.problem(given)
         side, network, measured = math.isqrt(num_pixels), NETWORKS[self.model], tuple(shared.statistics)
         adjusted = plain.classified(
             lambda x, y, batch: network(y, batch["image"], side) + batch["prior"],
             shared.x0, shared.y0, shared.scopes, measured,
         )  # fmt: skip
-        given = Shapes.of(clients[0], num_classes)
         heads = None if self.model == "linear" else dataclasses.replace(self, personalise="head").problem(given)
         found = dict(network_rivals(shared, adjusted, heads, clients, num_classes, refit=self.val_share > 0))
         if "own_head" in found and self.personalise != "head":  # x is another variable then

@@ -20,7 +20,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import Settings
-from fedbilevel.tasks.rival import Rival
+from fedbilevel.tasks.rival import Rival, Way, with_validation
 
 Kind = Literal["float", "int", "bool"]
 _WORDS: dict[str, str] = {"float": "floating-point numbers", "int": "whole numbers", "bool": "true or false"}
@@ -160,6 +160,9 @@ class Task(Settings):
     suggested: settings that replace the defaults of algorithms on this task; the key is the name of
         an algorithm, or "*" for all algorithms but self_tuned.
     suggested_iterations: numbers of outer iterations, with the same keys.
+    automatic: the algorithm of `guarded`, with its suggested settings.
+    judge: a role that no run learns from, and its statistics of right answers and of all answers, by
+        which `guarded` chooses; None: validation samples choose, which are left out in turn.
     avoid: when a plain way is better, as the end of "do not use this when ...".
     headline: the most important figures.
     needs: the fields that a site's folder must hold, as role -> field -> meaning in one line.
@@ -168,6 +171,8 @@ class Task(Settings):
 
     suggested: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     suggested_iterations: ClassVar[Mapping[str, int]] = {"*": 100}
+    automatic: ClassVar[str] = "self_tuned"
+    judge: ClassVar[tuple[str, str, str] | None] = None
     avoid: ClassVar[str] = ""
     headline: ClassVar[tuple[str, ...]] = ("upper_loss", "lower_loss")
     needs: ClassVar[Mapping[str, Mapping[str, str]]] = {}
@@ -223,6 +228,16 @@ class Task(Settings):
         the same names.
         """
         return {}
+
+    def refits(self, problem: Problem, clients: Sequence[Holdings], x: Mapping[str, Tensor]) -> Mapping[str, Way]:
+        """Return ways to train y once more with the learned x, by label.
+
+        By default y is trained on training and validation samples together, if validation samples
+        have every field that training needs.
+        """
+        if not all(set(client["train"]) <= set(client["val"]) for client in clients):
+            return {}
+        return {"refitted": Way(dataclasses.replace(problem, x0=x), with_validation(clients))}
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:
         """Return results of a solution besides figures, in the forms of tasks/findings.py.

@@ -84,7 +84,8 @@ def _solved(row: Mapping[str, Any], task: Task, method: str, repetition: int, de
     options |= {"seed": options["seed"] + repetition, "measure_every": rounds, "residuals": False}
     if method == "self_tuned":
         built = task.build()
-        return solve(built.problem, built.clients, "self_tuned", num_rounds=rounds, **options).final
+        options |= task.suggestions(task.automatic)
+        return solve(built.problem, built.clients, task.automatic, num_rounds=rounds, **options).final
     if method == "guarded":
         found = guarded(task, num_rounds=rounds, rivals=row.get("rivals"), **options)
         return {**found.figures, **found.costs, "bilevel": float(found.answer == "bilevel")}
