@@ -143,6 +143,7 @@ def test_important_rows_come_first_and_words_choose_cases():
 def test_rows_beyond_the_time_are_named(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(large_models.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(large_models, "WHOLE_SECONDS", 460.0)
     limits = []
 
     def attempt(setup, case, way, seconds):

@@ -30,10 +30,10 @@ class Bare(Simulation):
             if value is not None:
                 rows, sparse = (value.rows, 4) if isinstance(value, Sparse) else (value, 0)
                 kept = value.num_kept if sparse else rows.shape[1]
-                self.ledger.charge_message("up", self.ids[places], kept, rows.element_size() + sparse)
+                self.ledger.charge_message("up", self._numbers_of(self.ids, places), kept, rows.element_size() + sparse)
                 sent[name] = rows
         weights = self._counts(places, times)
-        whole = float(weights.sum())
+        whole = self._sum_of_weights(weights)
         totals = self._summed(sent, places, weights)
         means = zip(sent.items(), totals, strict=True)
         gathered.update({name: (one / whole).to(rows.dtype) for (name, rows), one in means})

@@ -182,7 +182,10 @@ def test_the_unit_is_that_of_the_first_outer_iteration_and_makes_tolerances_free
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_a_single_cluster_is_fedavg_bit_for_bit(weights: Any, dtype: torch.dtype) -> None:
-    built, options = Quadratic(bend=0.5, client_weights=weights).build(), {"batch_size": 2, "seed": 1, "dtype": dtype}
+    built, options = (
+        Quadratic(bend=0.5, client_weights=weights).build(),
+        {"batch_size": 2, "seed": 1, "dtype": dtype, "strategy": "loop"},
+    )
     settings: dict[str, Any] = {"lr_lower": 0.15, "num_local_steps": (3, 1, 2, 4, 1)}
     _, plain = drive(FedAvg(**settings), built, 4, **options)
     _, state = drive(ClusteredFL(**settings, tolerance_max=NEVER), built, 4, **options)

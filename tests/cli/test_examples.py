@@ -21,6 +21,7 @@ WITHOUT = {
     "FedBilevelError",
     "Guarded",
     "MixedSources",
+    "MixedTexts",
     "Progress",
     "Result",
     "SelectedFeatures",

@@ -42,8 +42,8 @@ f_y. d and B change the path only. A lower level that is not convex may make B +
 increase d.
 
 Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client 1 of each of g_y, f_x, f_y,
-H u, J u, and g_x if rho > 0. In the first p iterations and in every p-th, c (c + 1) / 2 more floats up
-and c more of H v (the sum over the matrices of y).
+H u, J u, and of g_x with `lower_share`. In the first p iterations and in every p-th, one more of H v
+for every column of y, and up as many more floats as a symmetric matrix of that size has.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ constant steps the clients drift.
 
 Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client and step 2 of g_y, 2 of
 g_x, 2 of f_x and f_y, no H v, no J v. `order=1` needs 1 of f_x and f_y; `order=4` needs d_x + 4 d_y
-floats and 4 of every gradient. "adam" sends p + 1 more rows of d_y floats each way (3 for p = 1) and
+floats and 4 of every gradient. "adam" sends d_y more floats each way for every y_j and once more, and
 the number of its steps down; "server_adam" sends nothing more.
 """
 

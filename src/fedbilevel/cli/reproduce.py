@@ -10,7 +10,7 @@ import click
 from fedbilevel.cli import terminal
 from fedbilevel.cli.flags import jobs_option
 from fedbilevel.errors import SettingError
-from fedbilevel.report import seeds, tables
+from fedbilevel.report import seed_tables, tables
 from fedbilevel.runs.options import torch_device
 from fedbilevel.studies import experiment, pictures, reproduce, verdicts
 
@@ -73,7 +73,7 @@ def reproduce_command(
     """
     if results:
         chosen = [experiment.read(one) for one in ([name] if name is not None else sorted(experiment.known()))]
-        for part in (*map(tables.recorded, chosen), seeds.table(chosen)):
+        for part in (*map(tables.recorded, chosen), seed_tables.table(chosen)):
             if part:
                 terminal.say(part)
         return

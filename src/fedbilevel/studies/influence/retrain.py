@@ -108,8 +108,8 @@ class _IslandStream(Stream):
         super().__init__(seed)
         self.num_clients = num_clients
 
-    def bits(self, purpose: str, ids: Tensor, **address: Any) -> Tensor:
-        return super().bits(purpose, ids % self.num_clients, **address)
+    def _drawn(self, purpose: str, ids: Tensor, *rest: Any) -> Tensor:
+        return super()._drawn(purpose, ids % self.num_clients, *rest)
 
 
 def _pushed(

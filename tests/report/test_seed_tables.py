@@ -7,7 +7,7 @@ import dataclasses
 from click.testing import CliRunner
 
 from fedbilevel.cli.main import cli
-from fedbilevel.report import seeds
+from fedbilevel.report import seed_tables as seeds
 from fedbilevel.studies.experiment import read
 
 
