@@ -54,8 +54,8 @@ constant steps the clients drift.
 
 Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client and step 2 of g_y, 2 of
 g_x, 2 of f_x and f_y, no H v, no J v. `order=1` needs 1 of f_x and f_y; `order=4` needs d_x + 4 d_y
-floats and 4 of every gradient. "adam" sends d_y more floats each way for every y_j and once more, and
-the number of its steps down; "server_adam" sends nothing more.
+floats and 4 of every gradient. "adam" sends d_y more floats each way for every point of y and once
+more, and the number of its steps down; "server_adam" sends nothing more.
 """
 
 from __future__ import annotations
