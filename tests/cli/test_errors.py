@@ -499,6 +499,7 @@ def test_files_of_a_record_that_are_not_what_they_should_be(tmp_path):
         ("tune bare.toml --num-trials 3", "--num-trials has no meaning for the experiment bare.toml: omit it"),
         ("tune quadratic --rows a --algorithms fedbio", "--rows has no meaning for the task quadratic: omit it"),
         ("tune quadratic", "there are no algorithms to tune on quadratic: name some, e.g. --algorithms fedbio"),
+        ("rnu quadratic", "There is no command named 'rnu'. Did you mean 'run'?"),
         ("tune quadratik", "There is no task or experiment named 'quadratik'. Did you mean 'quadratic'?"),
         (
             "tune quadratic --algorithms fedbio --range simfbo.lr_upper=1:2",

@@ -38,8 +38,9 @@ ALONE = (
     "fedbioacc_local",
     "distbioacc",
     "local_bsgvrm",
+    "newtonfbo",
     "self_tuned",
-)  # steps or memory depend on the outer iteration
+)  # steps, memory or seeds depend on the outer iteration
 
 
 def run_again(function, _device):

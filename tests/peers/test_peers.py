@@ -471,9 +471,8 @@ def test_record_changed_by_another_process_is_refused(tmp_path):
     class Lines(list):
         def append(self, line):
             if line.startswith("p3: "):  # its first line names the members
-                shutil.copy(
-                    tmp_path / "p3" / "checkpoint.safetensors", tmp_path / "p3" / "checkpoint-before.safetensors"
-                )
+                copied = shutil.copy(tmp_path / "p3" / "checkpoint.safetensors", tmp_path / "copied")
+                copied.replace(tmp_path / "p3" / "checkpoint-before.safetensors")  # p3 may read at any time
 
     threads.lines = Lines()
     for number in range(4):

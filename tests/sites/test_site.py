@@ -123,11 +123,11 @@ REFUSED = {
     ),
     "too few values": (
         lambda c: c.say("phase", phase="local_steps", iteration=1, call=9, live=[0], values={"x": {"array": 0}}),
-        "phase local_steps of this site takes x, y, u, but the message has x",
+        "phase local_steps of this site takes x, y, u, m_y, s_y, t_y, but the message has x",
     ),
     "too many values": (
         lambda c: c.phase(values={**{name: {"array": number} for number, name in enumerate("xyu")}, "z": {"value": 1}}),
-        "takes x, y, u, but the message has x",
+        "takes x, y, u, m_y, s_y, t_y, but the message has x",
     ),
     "a strange value": (
         lambda c: c.phase(values={"x": {"code": "print"}}),

@@ -225,7 +225,7 @@ def test_rounds_of_an_older_log_count(tmp_path):
 def test_attack_a_refusal_quotes_little_of_a_long_message(attacker, monkeypatch):
     values = {f"name{number}": {"value": 1} for number in range(5000)}
     answer, _ = attacker.say("phase", phase="local_steps", iteration=1, call=1, values=values)
-    assert "takes x, y, u, but the message has name0, name1" in answer["error"]
+    assert "takes x, y, u, m_y, s_y, t_y, but the message has name0, name1" in answer["error"]
     assert len(answer["error"]) < 200
 
     def quotes(header, arrays):

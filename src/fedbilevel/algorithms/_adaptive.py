@@ -101,9 +101,10 @@ class Adaptive:
     def moments(self, named: Mapping[str, Tensor]) -> Moments:
         return Moments(tuple(named[f"m_{name}"] for name in self.lower_points()), named[SECOND], named[COUNT])
 
-    def client_moments(self, clients: Clients, named: Mapping[str, Tensor]) -> Moments | None:
+    def client_moments(self, clients: Clients, **named: Tensor | None) -> Moments | None:
         """Return one row of moments per client, or None if clients take plain steps."""
-        return self.moments({name: clients.rows(value) for name, value in named.items()}) if named else None
+        held = {name: clients.rows(value) for name, value in named.items() if value is not None}
+        return self.moments(held) if held else None
 
     def answered(self, clients: Clients, moments: Moments | None) -> dict[str, Any]:
         """Return moments as results of a phase; the server counts the steps itself if it has the moments."""

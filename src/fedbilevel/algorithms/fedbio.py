@@ -114,10 +114,17 @@ class FedBiO(Adaptive, ServerAlgorithm):
 
     @phase
     def local_steps(
-        self, clients: Clients, x: Tensor, y: Tensor, u: Tensor, **moments: Tensor
+        self,
+        clients: Clients,
+        x: Tensor,
+        y: Tensor,
+        u: Tensor,
+        m_y: Tensor | None = None,
+        s_y: Tensor | None = None,
+        t_y: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
         x, y, u = clients.rows(x, y, u)
-        start, adam = y, self.client_moments(clients, moments)
+        start, adam = y, self.client_moments(clients, m_y=m_y, s_y=s_y, t_y=t_y)
         for step in clients.steps(self.num_local_steps):
             dx, dy, du = step_directions(clients, step, x, y, u, self.minibatches)
             if adam is None or self.lower_optimiser == "server_adam":

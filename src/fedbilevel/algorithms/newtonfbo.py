@@ -137,11 +137,14 @@ class NewtonFBO(ServerAlgorithm):
         """Return a step by which every entry of x moves by a share of the usual size of x."""
         return {"move_upper": ADAPTIVE * found.size}
 
+    def row_lengths(self, y0: Mapping[str, Tensor]) -> dict[str, int]:
+        return {"curvature": sum(math.comb(one.shape[1] + 1, 2) for one in matrices(y0))}
+
     def init(self, fed: Federation) -> State:
         x, y = fed.initial()
-        num = sum(math.comb(one.shape[1] + 1, 2) for one in matrices(fed.problem.y0))
         u, m, s = (fed.zeros(name) for name in ("u", "m", "s"))
-        return self.State(x, y, fed.start("z_x"), fed.start("z_y"), u, m, s, y.new_zeros(num))
+        curvature = y.new_zeros(self.row_lengths(fed.problem.y0)["curvature"])
+        return self.State(x, y, fed.start("z_x"), fed.start("z_y"), u, m, s, curvature)
 
     def round(self, fed: Federation, state: State) -> State:
         t = fed.iteration

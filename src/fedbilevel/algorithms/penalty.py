@@ -175,11 +175,16 @@ class Penalty(Adaptive, ServerAlgorithm):
         e_plus: Tensor | None,
         e_minus: Tensor | None,
         lam: float,
-        **moments: Tensor,
+        m_y: Tensor | None = None,
+        m_d: Tensor | None = None,
+        m_e_plus: Tensor | None = None,
+        m_e_minus: Tensor | None = None,
+        s_y: Tensor | None = None,
+        t_y: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
         offsets = [one for one in (d, e_plus, e_minus) if one is not None]
         x, *ys = clients.rows(x, *self.points(y, offsets))
-        adam = self.client_moments(clients, moments)
+        adam = self.client_moments(clients, m_y=m_y, m_d=m_d, m_e_plus=m_e_plus, m_e_minus=m_e_minus, s_y=s_y, t_y=t_y)
         for step in clients.steps(self.num_local_steps):
             lower, cross, upper = step.batch("train", "B_g"), step.batch("train", "B_x"), step.batch("val", "B_f")
             direct: Tensor | float = 0.0

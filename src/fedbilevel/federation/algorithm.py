@@ -189,6 +189,10 @@ class Algorithm(Settings):
         """Return the share of the validation samples that phases see in the role `held`."""
         return 0.0
 
+    def row_lengths(self, y0: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return lengths of rows in neither space that clients send, by name."""
+        return {}
+
     def auto_names(self) -> list[str]:
         """Return the names of the step sizes that are to be measured."""
         steps = [spec.name for spec in dataclasses.fields(self) if spec.metadata.get("step")]

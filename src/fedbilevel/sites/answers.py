@@ -110,7 +110,7 @@ class PhaseReader:
             return self._algorithm.lengths[name]
         if name in self._algorithm.upper_space:
             return self._spaces["x"]
-        return self._spaces["y"] if name in self._algorithm.lower_space else None
+        return self._spaces["y"] if name in self._algorithm.lower_space else self._spaces.get(name)
 
 
 def read_nothing(_answer: Answer, _num: int) -> None:

@@ -154,8 +154,9 @@ class SiteServer(Server):
         return ROOM + (1024 + 16 * max(widths) * sequences) * num
 
     def _spaces(self) -> dict[str, int]:
-        """Return the length of y, and the length of x if it is shared."""
-        return {"y": len(self.y0), **({"x": len(self.x0)} if self.problem.scopes.upper == "shared" else {})}
+        """Return the length of y, that of x if it is shared, and those of rows that the algorithm declares."""
+        shared = {"x": len(self.x0)} if self.problem.scopes.upper == "shared" else {}
+        return {"y": len(self.y0), **shared, **self.algorithm.row_lengths(self.problem.y0)}
 
     def _messages(
         self, head: Mapping[str, Any], broadcast: Mapping[str, Value], sites: Places, charged: bool

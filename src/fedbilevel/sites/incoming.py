@@ -57,16 +57,15 @@ class Incoming:
     def check_arguments(self, phase: str, method: Callable[..., Any], values: Mapping[str, Any]) -> None:
         parameters = inspect.signature(method).parameters
         wanted = {name: parameter for name, parameter in parameters.items() if name != "clients"}
-        rest = {name for name, parameter in wanted.items() if parameter.kind is parameter.VAR_KEYWORD}
-        own = {*self.algorithm.upper_space, *self.algorithm.lower_space} if rest else set[str]()
+        rest = {name for name, parameter in wanted.items() if parameter.kind is parameter.VAR_KEYWORD}  # any name
         lacking = [
             name
             for name, parameter in wanted.items()
             if parameter.default is parameter.empty and name not in values and name not in rest
         ]
-        if lacking or not values.keys() <= (wanted.keys() - rest) | own:
-            given, takes = ", ".join(values) or "nothing", ", ".join(name for name in wanted if name not in rest)
-            raise WireError(f"phase {phase} of this site takes {takes}, but the message has {given:.100}.")
+        if lacking or not (rest or values.keys() <= wanted.keys()):
+            given = ", ".join(values) or "nothing"
+            raise WireError(f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {given:.100}.")
 
     def scaled(self, phase: str, scaled: Mapping[str, Any]) -> ServerAlgorithm:
         """Return the algorithm with the step sizes of a schedule, and with those that were measured.
