@@ -76,7 +76,6 @@ class FedBiO(Adaptive, ServerAlgorithm):
     minibatches: Literal["independent", "shared"] = setting(
         "independent", "five minibatches per local step as in the paper, or two"
     )
-
     lower_optimiser: LowerOptimiser = setting(
         "sgd", "steps of y: plain, of Adam at the clients (lr_lower is its step), or of Adam at the server"
     )

@@ -76,7 +76,7 @@ class Mixture(Penalty):
     def adam(
         self, points: Sequence[Tensor], directions: Sequence[Tensor], moments: Moments, lr: Any
     ) -> tuple[list[Tensor], Moments]:
-        others = torch.stack([q.square() for q in directions[1:]]).sum(0) if self.order > 1 else directions[1].square()
+        others = torch.stack([q.square() for q in directions[1:]]).sum(0)
         second = moments.second + (1 - self.adam_beta2) / self.adam_beta2 * others
         return super().adam(points, directions, moments._replace(second=second), lr)
 
