@@ -247,6 +247,14 @@ def test_bilevel_weights_replace_the_priors_on_evidence_and_without_many_repetit
         assert found.weights == pytest.approx(learned if graded else one.prior())
 
 
+def test_the_bilevel_run_decides_about_a_source_that_neither_helps_nor_harms(monkeypatch):
+    one = study(num_trial=5, num_train=100)
+    for learned, kept in ((0.1, True), (0.01, False)):
+        judged(monkeypatch, one, lambda w: -0.1 * (w["a"] + w["c"]))
+        found = trials.cut(one, None, {"a": 0.6, "b": learned, "c": 0.4 - learned})
+        assert (found.weights["b"] > 0) == kept
+
+
 def test_all_sources_are_kept_if_none_helps(monkeypatch):
     one = study()
     judged(monkeypatch, one, lambda w: 0.1)

@@ -51,7 +51,7 @@ def mix_command(
     """Learn how much each source of text in FOLDER should count for a language model.
 
     FOLDER holds one file or folder of text per source, and target.txt: text of the kind that the model
-    is for. Or it holds one such folder per client. Sources on which a short training does not lower the
+    is for. Or it holds one such folder per client. Sources on which a short training raises the
     loss on target text ("alone") are cut. A model is trained on the learned mixture and on the prior one,
     and held-out target text chooses.
     """

@@ -4,10 +4,10 @@ y is the model that was trained with the prior's weights, and L(y) its loss on t
 teaches x. All trainings are short, and all of them start at y:
 
 1. On every source alone. A source helps if L falls below L(y) by more than two standard errors: training
-   on it is then better than no training at all. Junk makes the model forget, and raises L.
-2. A source that does not help alone may still cover a part of the target. If the bilevel run kept it,
-   at a quarter of its prior weight at least, it returns if the mixture with it is better than the
-   mixture of the helpful sources by more than two standard errors.
+   on it is then better than no training at all. Junk makes the model forget, and raises L: it harms.
+   In between, the bilevel run decides: it keeps a source at a quarter of its prior weight at least.
+2. A source that harms alone may still cover a part of the target. If the bilevel run kept it, it returns
+   if the mixture with it is better than the mixture without it by more than two standard errors.
 3. Sources that are left have the prior's weights. The bilevel weights among them replace these if
    they are better by more than two standard errors, and if no source would be repeated more than four
    times in the training from scratch: short trainings do not see what many repetitions do.
@@ -51,6 +51,10 @@ class Gap(NamedTuple):
     def better(self) -> bool:
         return self.mean < -ERRORS * self.error
 
+    @property
+    def worse(self) -> bool:
+        return self.mean > ERRORS * self.error
+
 
 class Cut(NamedTuple):
     """Weights of all sources, zero for those that are cut, and by source how much training on it changed the loss."""
@@ -93,16 +97,16 @@ def cut(study: TextStudy, y: Any, learned: Mapping[str, float]) -> Cut:
 
     start = study.losses(y, study.taught())
     alone = {name: Gap.of(judged(among(prior, {name}), num_rounds(study, name)), start) for name in prior}
-    helpful = {name for name, gap in alone.items() if gap.better}
-    if not helpful:
+    if not any(gap.better for gap in alone.values()):
         return Cut(prior, alone, spent)
-    doubted = [name for name in prior if name not in helpful and learned[name] >= LOWERED * prior[name]]
-    other = among(learned, helpful)
-    graded = other != among(prior, helpful) and _repetitions(study, other) <= REPEATED
+    held = {name for name in prior if learned[name] >= LOWERED * prior[name]}
+    good = {name for name, gap in alone.items() if gap.better or (name in held and not gap.worse)}
+    doubted, other = held - good, among(learned, good)
+    graded = _repetitions(study, other) <= REPEATED
     if not doubted and not graded:
-        return Cut(among(prior, helpful), alone, spent)
-    plain = judged(among(prior, helpful), trial)
-    kept = helpful | {name for name in doubted if Gap.of(judged(among(prior, helpful | {name}), trial), plain).better}
+        return Cut(among(prior, good), alone, spent)
+    plain = judged(among(prior, good), trial)
+    kept = good | {one for one in sorted(doubted) if Gap.of(judged(among(prior, good | {one}), trial), plain).better}
     if graded and Gap.of(judged(other, trial), plain).better:
         return Cut(among(learned, kept), alone, spent)
     return Cut(among(prior, kept), alone, spent)
