@@ -146,6 +146,16 @@ def test_corrupted_chains_lose_their_weight_and_held_out_text_chooses_the_learne
     assert found.test_losses["learned"] < found.test_losses["prior"]
 
 
+@pytest.mark.slow
+def test_nothing_is_cut_where_nothing_is_corrupted():
+    model = {**TINY, "width": 16, "batch_size": 8, "lr": 0.01, "num_windows": 256}
+    own = mixing_text.texts("chains", 100, junk=False)
+    one = TextStudy(own, TextMixing(**model, num_warm=100, num_rounds=60, num_trial=30, num_train=150), 100)
+    found = choose(one)
+    assert min(found.weights[name] / found.prior[name] for name in found.prior) > 0.25
+    assert found.test_losses["learned"] < found.test_losses["prior"] + 0.01
+
+
 def test_the_answer_is_the_prior_unless_held_out_text_says_otherwise(monkeypatch):
     one = study(**SHORT)
     for gap, answer in ((-1.0, "learned"), (1.0, "prior"), (0.0, "prior")):
