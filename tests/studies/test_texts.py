@@ -16,7 +16,8 @@ from fedbilevel.cli import main
 from fedbilevel.data.tokens import Texts
 from fedbilevel.errors import DataError, ExperimentError, SettingError, UnknownNameError
 from fedbilevel.oracle.population import Population
-from fedbilevel.studies.doge import doge, rounds_of
+from fedbilevel.studies import doremi, trials
+from fedbilevel.studies.doge import budget, doge, rounds_of
 from fedbilevel.studies.kinds import mixing_text
 from fedbilevel.studies.mixed_texts import choose
 from fedbilevel.studies.mixture import Mixture
@@ -25,7 +26,7 @@ from fedbilevel.tasks import gpt
 from fedbilevel.tasks.mixing import corrupted
 
 TINY = {"width": 8, "layers": 1, "heads": 2, "context": 4, "batch_size": 4, "num_windows": 6}
-SHORT = {**TINY, "num_warm": 3, "num_rounds": 3, "num_train": 3}
+SHORT = {**TINY, "num_warm": 3, "num_rounds": 3, "num_trial": 3, "num_train": 3}
 
 
 def texts():
@@ -145,25 +146,138 @@ def test_corrupted_chains_lose_their_weight_and_held_out_text_chooses_the_learne
     assert found.test_losses["learned"] < found.test_losses["prior"]
 
 
+@pytest.mark.slow
+def test_nothing_is_cut_where_nothing_is_corrupted():
+    model = {**TINY, "width": 16, "batch_size": 8, "lr": 0.01, "num_windows": 256}
+    own = mixing_text.texts("chains", 100, junk=False)
+    one = TextStudy(own, TextMixing(**model, num_warm=100, num_rounds=60, num_trial=30, num_train=150), 100)
+    found = choose(one)
+    assert min(found.weights[name] / found.prior[name] for name in found.prior) > 0.25
+    assert found.test_losses["learned"] < found.test_losses["prior"] + 0.01
+
+
 def test_the_answer_is_the_prior_unless_held_out_text_says_otherwise(monkeypatch):
     one = study(**SHORT)
     for gap, answer in ((-1.0, "learned"), (1.0, "prior"), (0.0, "prior")):
         losses = iter([np.arange(5.0) + gap, np.arange(5.0), np.ones(2), np.zeros(2)])
         monkeypatch.setattr(TextStudy, "losses", lambda self, y, tokens, losses=losses: next(losses))
+        nothing = trials.Cut(one.prior(), dict.fromkeys("abc", trials.Gap(0.0, 1.0)), 0)
+        monkeypatch.setattr("fedbilevel.studies.mixed_texts.cut", lambda *_, nothing=nothing: nothing)
         found = choose(one)
         assert found.answer == answer
         assert found.mixture == (found.weights if answer == "learned" else found.prior)
+        assert found.search_rounds == 3 + 5 * 3
         assert found.difference == pytest.approx(gap)
         assert answer in found.sentence
         assert found.sentence in repr(found)
 
 
 def test_doge_sees_as_many_tokens_and_returns_weights():
-    one = study(num_rounds=4)
-    assert rounds_of(one) == 10
+    one = study(num_rounds=4, num_trial=7)
+    assert budget(one) == 4 * 5 + 3 * 7 + 4 * 7
+    assert rounds_of(one) == budget(one) // 2
     weights = doge(one, one.problem().y0)
     assert sum(weights.values()) == pytest.approx(1)
     assert weights != one.prior()
+
+
+def test_weights_of_doremi_grow_by_their_excess():
+    """With the same excess in all rounds and little smoothing, they are those of exponentiated gradients."""
+    prior, excess = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.0, 0.1, 0.4]).double()
+    weights = prior
+    for t in range(1, 6):
+        weights = doremi.stepped(weights, excess, prior)
+        grown = prior * torch.exp(doremi.ETA * t * excess)
+        assert torch.allclose(weights, grown / grown.sum(), atol=2 * t * doremi.SMOOTHING)
+        assert float(weights.sum()) == pytest.approx(1)
+    kept = doremi.stepped(torch.tensor([1.0, 0.0, 0.0]).double(), excess, prior)
+    assert torch.allclose(kept, (1 - doremi.SMOOTHING) * torch.eye(3)[0] + doremi.SMOOTHING * prior)
+
+
+def test_doremi_prefers_text_that_the_reference_predicts():
+    """The reference predicts token 1 after token 1 and nothing else, so noise has no excess."""
+    draw = np.random.default_rng(0)
+    ones, noise = [np.ones(200, np.uint8)], [draw.integers(0, 256, 200).astype(np.uint8)]
+    one = TextStudy(
+        Texts([{"noise": noise, "ones": ones}], [ones], [[]]),
+        TextMixing(**TINY, lr=0.02, num_warm=30, num_rounds=6, num_trial=5),
+        0,
+    )
+    target = doremi.reference(one)
+    weights = doremi.doremi(one, target)
+    assert float(one.losses(target, [ones]).mean()) < 1 < float(one.losses(target, [noise]).mean())
+    assert weights["ones"] > 0.5 == one.prior()["ones"]
+    assert sum(weights.values()) == pytest.approx(1, abs=1e-5)
+
+
+def judged(monkeypatch, one, loss):
+    """Replace trainings by a loss that is a function of the weights of the sources; record the trainings."""
+    seen = []
+    noise = np.array([-0.01, 0.01] * 8)
+
+    def train_on(self, y, weights, num_rounds):
+        seen.append((weights, num_rounds))
+        return weights
+
+    monkeypatch.setattr(TextStudy, "train_on", train_on)
+    monkeypatch.setattr(TextStudy, "losses", lambda self, y, tokens: 1 + (loss(y) * (1 + noise) if y else 0 * noise))
+    return seen
+
+
+def test_sources_that_do_not_help_alone_are_cut(monkeypatch):
+    one = study(num_trial=50, num_train=100)
+    seen = judged(monkeypatch, one, lambda w: 0.3 * w["b"] - 0.1 * (w["a"] + w["c"]))
+    found = trials.cut(one, None, {"a": 0.6, "b": 0.01, "c": 0.39})
+    assert found.weights == pytest.approx({"a": 70 / 139, "b": 0, "c": 69 / 139})
+    assert found.alone["b"].mean == pytest.approx(0.3)
+    assert found.alone["a"] == pytest.approx((-0.1, 0.001 * math.sqrt(16 / 15) / 4))
+    assert [rounds for _, rounds in seen] == [10, 10, 10]  # four repetitions of 70 tokens are 9 rounds of 32
+    assert found.rounds == 30
+
+
+def test_a_source_that_helps_in_the_mixture_only_returns_if_the_bilevel_run_kept_it(monkeypatch):
+    loss = lambda w: 0.1 - 0.2 * math.sqrt(w["b"]) if w["b"] < 1 and w["a"] < 1 else 0.05 * w["b"] - 0.1 * w["a"]
+    one = study(num_trial=5, num_train=100)
+    helps = lambda w: 0.05 if w["b"] == 1 else -0.1 - 0.2 * math.sqrt(w["b"])
+    for learned, returns in ((0.1, True), (0.01, False)):
+        judged(monkeypatch, one, helps)
+        found = trials.cut(one, None, {"a": 0.6, "b": learned, "c": 0.4 - learned})
+        assert (found.weights["b"] > 0) == returns
+        assert sum(found.weights.values()) == pytest.approx(1)
+    judged(monkeypatch, one, lambda w: loss(w) if w["b"] == 1 else -0.1 + 0.2 * w["b"])
+    assert trials.cut(one, None, {"a": 0.5, "b": 0.3, "c": 0.2}).weights["b"] == 0
+
+
+def test_bilevel_weights_replace_the_priors_on_evidence_and_without_many_repetitions(monkeypatch):
+    learned = {"a": 0.6, "b": 0.1, "c": 0.3}
+    for num_train, slope, graded in ((1, -1.0, True), (1, 1.0, False), (100, -1.0, False)):
+        one = study(num_trial=5, num_train=num_train)
+        judged(monkeypatch, one, lambda w, slope=slope: -2.0 + slope * w["a"])
+        found = trials.cut(one, None, learned)
+        assert found.weights == pytest.approx(learned if graded else one.prior())
+
+
+def test_the_bilevel_run_decides_about_a_source_that_neither_helps_nor_harms(monkeypatch):
+    one = study(num_trial=5, num_train=100)
+    for learned, kept in ((0.1, True), (0.01, False)):
+        judged(monkeypatch, one, lambda w: -0.1 * (w["a"] + w["c"]))
+        found = trials.cut(one, None, {"a": 0.6, "b": learned, "c": 0.4 - learned})
+        assert (found.weights["b"] > 0) == kept
+
+
+def test_all_sources_are_kept_if_none_helps(monkeypatch):
+    one = study()
+    judged(monkeypatch, one, lambda w: 0.1)
+    assert trials.cut(one, None, {"a": 0.9, "b": 0.05, "c": 0.05}).weights == one.prior()
+
+
+def test_a_client_without_the_only_source_does_not_count():
+    one = study(num_windows=10)
+    first, second = one.drawn({"a": 0.0, "b": 1.0, "c": 0.0}, one.texts)
+    assert set(first["train"]["factor"]) == {0.0}
+    assert set(second["train"]["factor"]) == {2.0}
+    y = one.train_on(one.problem().y0, {"a": 0.0, "b": 1.0, "c": 0.0}, 2)
+    assert all(bool(torch.isfinite(leaf).all()) for leaf in y.values())
 
 
 def run(**row):
@@ -180,7 +294,11 @@ def test_rows_of_the_experiment_have_their_weights():
     assert "bad_weight" not in found["target"]
     assert found["learned"]["chosen"] in (0.0, 1.0)
     assert {one["tokens"] for one in found.values()} == {3 * 4 * 4 * 4.0}
-    assert len({one["test_loss"] for one in found.values()}) == 6
+    assert len({one["test_loss"] for method, one in found.items() if method != "learned"}) == 7
+    searched = {method: one["search_tokens"] for method, one in found.items()}
+    assert searched["clean"] == searched["target"] == 0
+    assert searched["uncut"] == (3 + 5 * 3) * 4 * 4 * 4
+    assert searched["doge"] == (3 + 5 * 3 + 8 * 3 + 9 * 3) * 4 * 4 * 4
     with pytest.raises(UnknownNameError, match="method"):
         run(method="best")
     with pytest.raises(UnknownNameError, match="data"):

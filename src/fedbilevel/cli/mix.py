@@ -51,8 +51,9 @@ def mix_command(
     """Learn how much each source of text in FOLDER should count for a language model.
 
     FOLDER holds one file or folder of text per source, and target.txt: text of the kind that the model
-    is for. Or it holds one such folder per client. A model is trained on the learned mixture and on the
-    prior one, and held-out target text chooses.
+    is for. Or it holds one such folder per client. Sources on which a short training raises the
+    loss on target text ("alone") are cut. A model is trained on the learned mixture and on the prior one,
+    and held-out target text chooses.
     """
     texts = read_texts(folder, num_clients=num_clients)
     options = {"device": torch_device(device), "precision": precision}
@@ -67,9 +68,10 @@ def mix_command(
 
 
 def _table(found: MixedTexts) -> Table:
-    table = Table("source", "weight", "prior", "tokens", title="Sources")
+    table = Table("source", "weight", "prior", "bilevel", "alone", "tokens", title="Sources")
     for row in found.table():
-        table.add_row(row["source"], f"{row['weight']:.3f}", f"{row['prior']:.3f}", str(row["tokens"]))
+        weights = (f"{row[name]:.3f}" for name in ("weight", "prior", "bilevel"))
+        table.add_row(row["source"], *weights, f"{row['alone']:+.3f}", str(row["tokens"]))
     return table
 
 

@@ -19,15 +19,21 @@ from torch import Tensor
 from fedbilevel.problem.windows import Windows
 from fedbilevel.studies.mixture import Mixture
 from fedbilevel.studies.texts import TextStudy
+from fedbilevel.studies.trials import most_rounds
 from fedbilevel.tasks.mixing import divergence
 
 
-def rounds_of(study: TextStudy) -> int:
-    """Return the number of rounds whose gradients see as many tokens as those of `TextStudy.learn`.
+def budget(study: TextStudy) -> int:
+    """Return how many gradients `choose` takes at most between `TextStudy.warm` and the trainings from scratch.
 
-    There, a round has four gradients on sources and one on the target; here, one on each.
+    A round of `TextStudy.learn` has four gradients on sources and one on the target.
     """
-    return study.settings.num_rounds * 5 // 2
+    return 5 * study.settings.num_rounds + most_rounds(study)
+
+
+def rounds_of(study: TextStudy) -> int:
+    """Return the number of rounds, each with a gradient on sources and one on the target."""
+    return budget(study) // 2
 
 
 def doge(study: TextStudy, y: Any) -> dict[str, float]:

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedbilevel import displays
 from fedbilevel.data.tokens import Texts, read_texts
 from fedbilevel.settings import made
 from fedbilevel.studies.texts import TextMixing, TextStudy
+from fedbilevel.studies.trials import Gap, cut
 
 
 @dataclass(frozen=True, repr=False)
 class MixedTexts:
     """Learned weights of sources of text, and the model of the mixture that held-out text chose.
 
-    weights: learned weights, whether or not they were chosen.
+    weights: learned weights, whether or not they were chosen; zero for sources that were cut.
+    bilevel: the weights of the bilevel run, before sources were cut.
+    alone: by source, how much a short training on it alone changed the loss on target text, and the
+        standard error; junk raises it (studies/trials.py).
     prior: the weights at the start.
     sizes: tokens of every source.
     answer: "learned" or "prior".
@@ -30,6 +32,8 @@ class MixedTexts:
     """
 
     weights: Mapping[str, float]
+    bilevel: Mapping[str, float]
+    alone: Mapping[str, Gap]
     prior: Mapping[str, float]
     sizes: Mapping[str, int]
     answer: str
@@ -38,6 +42,7 @@ class MixedTexts:
     held_losses: Mapping[str, float]
     test_losses: Mapping[str, float]
     y: Mapping[str, Any]
+    search_rounds: int  # gradients on a round's tokens, from the first one to the learned weights
 
     @property
     def mixture(self) -> Mapping[str, float]:
@@ -56,21 +61,33 @@ class MixedTexts:
     def table(self) -> list[dict[str, Any]]:
         """Return one row per source, the heaviest first; `pandas.DataFrame` reads it."""
         rows = [
-            {"source": name, "weight": weight, "prior": self.prior[name], "tokens": self.sizes[name]}
+            {
+                "source": name,
+                "weight": weight,
+                "prior": self.prior[name],
+                "bilevel": self.bilevel[name],
+                "alone": self.alone[name].mean,
+                "tokens": self.sizes[name],
+            }
             for name, weight in self.weights.items()
         ]
-        return sorted(rows, key=lambda row: -float(row["weight"]))
+        return sorted(rows, key=lambda row: (-float(row["weight"]), float(row["alone"])))
 
     def __repr__(self) -> str:
         return f"<weights of {len(self.weights)} sources of text; {self.sentence}>"
 
     def _repr_html_(self) -> str:
         rows = [
-            [str(row["source"]), f"{row['weight']:.3f}", f"{row['prior']:.3f}", str(row["tokens"])]
+            [
+                str(row["source"]),
+                *(f"{row[name]:.3f}" for name in ("weight", "prior", "bilevel")),
+                f"{row['alone']:+.3f}",
+                str(row["tokens"]),
+            ]
             for row in self.table()
         ]
         note = f"{self.sentence[:1].upper()}{self.sentence[1:]}."
-        heads = ("source", "weight", "prior", "tokens")
+        heads = ("source", "weight", "prior", "bilevel", "alone", "tokens")
         return displays.ranking(f"Weights of {len(rows)} sources of text", heads, rows, note)
 
 
@@ -88,18 +105,22 @@ def mix_texts(
 
 
 def choose(study: TextStudy) -> MixedTexts:
-    """Learn weights, train on both mixtures, and choose by held-out target text."""
-    learned, prior = study.weights(study.learn()), study.prior()
+    """Learn weights, cut sources that do not help, train on both mixtures, and choose by held-out target text."""
+    y, prior = study.warm(), study.prior()
+    bilevel = study.weights(study.learn(y))
+    found = cut(study, y, bilevel)
+    learned = found.weights
     models = {"learned": study.train(learned), "prior": study.train(prior)}
     held = {name: study.losses(y, study.held()) for name, y in models.items()}
-    gaps = held["learned"] - held["prior"]
-    error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else float("inf")
-    answer = "learned" if gaps.mean() < -error else "prior"
+    gap = Gap.of(held["learned"], held["prior"])
+    answer = "learned" if gap.mean < -gap.error else "prior"
     tested = {name: float(study.losses(y, study.texts.test).mean()) for name, y in models.items() if _has_test(study)}
     means = {name: float(losses.mean()) for name, losses in held.items()}
+    rounds = study.settings.num_warm + 5 * study.settings.num_rounds + found.rounds
     return MixedTexts(
-        learned, prior, study.texts.sizes(), answer, float(gaps.mean()), error, means, tested, models[answer]
-    )
+        learned, bilevel, found.alone, prior, study.texts.sizes(), answer, gap.mean, gap.error, means, tested,
+        models[answer], rounds,
+    )  # fmt: skip
 
 
 def _has_test(study: TextStudy) -> bool:

@@ -9,8 +9,9 @@ x holds one logit per source, y all weights of a GPT (tasks/gpt.py), and w = sof
    easiest to predict (`warm`).
 2. Weights are learned by the first-order penalty method, with Adam for y and steps of x that cannot
    collapse the mixture (`learn`, studies/mixture.py).
-3. A model is trained from scratch on windows that are drawn by the learned weights, and another one
-   by the prior's, with equally many tokens (`train`). Held-out target text chooses between them.
+3. Short trainings from the warm y tell which sources help, and the others are cut (studies/trials.py).
+4. A model is trained from scratch on windows that are drawn by the weights that are left, and another
+   one by the prior's, with equally many tokens (`train`). Held-out target text chooses between them.
 
 Samples are windows that start anywhere in a text. Which windows a client may draw depends on the seed,
 the client's number and the source alone, so that every engine draws the same ones.
@@ -60,6 +61,7 @@ class TextMixing(Settings):
     lr: float = setting(0.002, "step of Adam", above=0)
     num_warm: int = setting(300, "rounds in which y is trained before x moves", least=1)
     num_rounds: int = setting(300, "rounds in which weights are learned", least=1)
+    num_trial: int = setting(60, "rounds of a short training that tells whether a source helps", least=1)
     num_train: int = setting(1000, "rounds of a training from scratch", least=1)
     num_windows: int = setting(4096, "windows of every source that a client may draw", least=1)
     penalty: float = setting(10.0, "weight of the lower level in the penalty method", symbol="lam", above=0)
@@ -81,7 +83,7 @@ class TextMixing(Settings):
 class TextStudy:
     """Texts, settings, and how to compute.
 
-    texts: their target is cut in two: one half teaches x, the other one compares mixtures.
+    texts: their target is cut in two: one half teaches weights, the other one compares mixtures.
     options: keywords of `solve`, such as device and precision.
     """
 
@@ -101,7 +103,7 @@ class TextStudy:
     def held(self) -> list[Tokens]:
         return [cut(own, _HELD)[1] for own in self.texts.target]
 
-    # ---- the three steps --------------------------------------------------------------------------------------------
+    # ---- the steps --------------------------------------------------------------------------------------------------
 
     def warm(self) -> Any:
         """Return y after training with the prior's weights."""
@@ -122,11 +124,18 @@ class TextStudy:
     def weights(self, result: Result) -> dict[str, float]:
         return dict(zip(self.texts.names, softmax(result.x["logit"].double(), 0).tolist(), strict=True))
 
-    def train(self, weights: Mapping[str, float], texts: Texts | None = None) -> Any:
+    def train(self, weights: Mapping[str, float], texts: Texts | None = None, num_rounds: int | None = None) -> Any:
         """Return y after training from scratch on windows that are drawn by these weights."""
         clients = self.drawn(weights, texts or self.texts)
-        lower = lambda x, y, batch: batch["factor"] * self.entropy(y, batch["text"])
-        return self._adam(dataclasses.replace(self.problem(), lower=lower), clients, self.settings.num_train).y
+        return self._adam(self._plain(), clients, num_rounds or self.settings.num_train).y
+
+    def train_on(self, y: Any, weights: Mapping[str, float], num_rounds: int) -> Any:
+        """Return y after further training on windows that are drawn by these weights."""
+        problem, clients = dataclasses.replace(self._plain(), y0=y), self.drawn(weights, self.texts)
+        return self._stage(problem, clients, num_rounds, self.settings.lr, Schedule(end=num_rounds)).y
+
+    def tokens_of_round(self) -> int:
+        return self.settings.batch_size * self.settings.context * len(self.texts.sources)
 
     def losses(self, y: Any, tokens: Sequence[Tokens]) -> np.ndarray:
         """Return the cross-entropy of every window of texts, side by side, at most 2048 of them."""
@@ -161,6 +170,10 @@ class TextStudy:
             name="mixing of texts",
         )
 
+    def _plain(self) -> Problem:
+        lower = lambda x, y, batch: batch["factor"] * self.entropy(y, batch["text"])
+        return dataclasses.replace(self.problem(), lower=lower)
+
     def clients(self) -> list[Holdings]:
         """Return clients with equally many windows of each of their sources.
 
@@ -182,13 +195,17 @@ class TextStudy:
         return found
 
     def drawn(self, weights: Mapping[str, float], texts: Texts) -> list[Holdings]:
-        """Return clients whose windows are drawn by weights of the sources."""
+        """Return clients whose windows are drawn by weights of the sources.
+
+        Windows of a client without any of these sources do not count.
+        """
         names, num = texts.names, self.settings.num_windows * len(texts.names)
         found: list[Holdings] = []
         for i, own in enumerate(texts.sources):
             held = [name for name in names if name in own]
             shares = np.array([weights[name] * self._share(name, texts) for name in held])
-            counts = np.random.default_rng([self.seed, 2, i]).multinomial(num, shares / shares.sum())
+            among = shares / shares.sum() if shares.any() else np.full(len(held), 1 / len(held))
+            counts = np.random.default_rng([self.seed, 2, i]).multinomial(num, among)
             parts = [
                 self.windows(own[name], count, (i, names.index(name), 1))
                 for name, count in zip(held, counts.tolist(), strict=True)

@@ -5,16 +5,19 @@ data      "shakespeare": the plays as one text, rolled by a random number of cha
           order, words backwards, other letters, one line over and over), a target and a test text; or
           "chains": random Markov chains of which half the sources follow the target's, for tests
 method    "learned" (by default); "uniform" and "proportional" weights; "clean", the hand-chosen half
-          by length; "target", the target text alone; or "doge" (studies/doge.py)
+          by length; "target", the target text alone; "uncut", the bilevel weights from which "learned"
+          cuts sources; "doge" and "doremi" (studies/doge.py, studies/doremi.py)
+corrupted false: the four other sources stay as clean as the first ones
 model     settings of TextMixing (studies/texts.py)
 options   precision, batch sizes, ... (runs/options.py)
 seed      of the first repetition
 
-Every model is trained from scratch with the same number of tokens, and the weights of "doge" are
-learned with as many as "learned".
+Every model is trained from scratch with the same number of tokens, and the weights of "doge" and
+"doremi" are learned with as many as "learned".
 
-Figures: test_loss; bad_weight, the total weight of the corrupted sources; tokens of the last training;
-of "learned" also chosen, 1 if held-out target text prefers it to the prior.
+Figures: test_loss; bad_weight, the total weight of the four other sources; tokens of the last training;
+search_tokens, those of everything before it (of "learned", with the model that is trained on the prior
+mixture for the choice); of "learned" also chosen, 1 if held-out target text prefers it to the prior.
 """
 
 from __future__ import annotations
@@ -31,15 +34,18 @@ from fedbilevel.data.tokens import Texts
 from fedbilevel.errors import UnknownNameError
 from fedbilevel.runs.options import keywords
 from fedbilevel.settings import made
-from fedbilevel.studies import given
-from fedbilevel.studies.doge import doge
+from fedbilevel.studies import doge, doremi, given
 from fedbilevel.studies.mixed_texts import choose
 from fedbilevel.studies.outcome import RowOutcome
 from fedbilevel.studies.texts import TextMixing, TextStudy
+from fedbilevel.studies.trials import among
 from fedbilevel.tasks.mixing import chain, corrupted, walk
 
-KNOWN = {"data": "text", "method": "text", "model": "table", "options": "table", "seed": "whole", "clients": "whole"}
-METHODS = ("learned", "uniform", "proportional", "clean", "target", "doge")
+KNOWN = {
+    "data": "text", "method": "text", "model": "table", "options": "table", "seed": "whole", "clients": "whole",
+    "corrupted": "flag",
+}  # fmt: skip
+METHODS = ("learned", "uncut", "uniform", "proportional", "clean", "target", "doge", "doremi")
 DATA = ("shakespeare", "chains")
 GOOD = {"clean a": 0.054, "clean b": 0.09, "clean c": 0.135, "clean d": 0.18}  # shares of all text
 BAD = {"shuffled": 0.108, "words backwards": 0.108, "other letters": 0.108, "repeated line": 0.108}
@@ -47,8 +53,11 @@ TARGET, TEST = 0.036, 0.072
 _SHORT = 20_000  # characters of the chains
 
 
-def texts(data: str, seed: int, num_clients: int = 4) -> Texts:
-    """Return sources, target and test text, each divided among the clients."""
+def texts(data: str, seed: int, num_clients: int = 4, *, junk: bool = True) -> Texts:
+    """Return sources, target and test text, each divided among the clients.
+
+    junk: whether half of the sources are corrupted.
+    """
     rng = np.random.default_rng([seed, 7])
     shares = {**GOOD, **BAD, "target": TARGET, "test": TEST}
     if data == "shakespeare":
@@ -57,9 +66,11 @@ def texts(data: str, seed: int, num_clients: int = 4) -> Texts:
         first = int(rng.integers(len(whole)))
         whole, ends = whole[first:] + whole[:first], (np.cumsum(list(shares.values())) * len(whole)).astype(int)
         parts = dict(zip(shares, (whole[a:b] for a, b in zip([0, *ends], ends, strict=False)), strict=True))
-        parts |= {name: corrupted(parts[name], name, "".join(sorted(set(whole))), rng) for name in BAD}
+        if junk:
+            parts |= {name: corrupted(parts[name], name, "".join(sorted(set(whole))), rng) for name in BAD}
     elif data == "chains":
-        good, bad = chain(rng), {name: chain(rng) for name in BAD}
+        good = chain(rng)
+        bad = {name: chain(rng) if junk else good for name in BAD}
         parts = {name: walk(bad.get(name, good), int(share * _SHORT), rng) for name, share in shares.items()}
     else:
         raise UnknownNameError("data", data, DATA)
@@ -84,31 +95,38 @@ def run(
     options.pop("seed")
     options = {name: value for name, value in options.items() if name in ("device", "precision", "strategy")}
     settings = made(TextMixing, row.get("model", {}))
-    study = TextStudy(texts(row["data"], seed, row.get("clients", 4)), settings, seed, options)
+    own = texts(row["data"], seed, row.get("clients", 4), junk=row.get("corrupted", True))
+    study = TextStudy(own, settings, seed, options)
     say(f"{method}, seed {seed}")
-    sizes, figures, tested = study.texts.sizes(), {}, study.texts.test
+    figures, tested, searched = {}, study.texts.test, 0.0
     if method == "learned":
         found = choose(study)
         weights: Mapping[str, float] = found.weights
+        searched = found.search_rounds + settings.num_train
         figures = {"test_loss": found.test_losses["learned"], "chosen": float(found.answer == "learned")}
     elif method == "target":
         weights = {}
         alone = Texts([{"target": own} for own in study.texts.target], study.texts.target, tested)
         figures["test_loss"] = float(study.losses(study.train({"target": 1.0}, alone), tested).mean())
     else:
-        weights = _weights(study, method, sizes)
+        weights, searched = _weights(study, method)
         figures["test_loss"] = float(study.losses(study.train(weights), tested).mean())
     if weights:
         figures["bad_weight"] = sum(weights[name] for name in BAD)
-    num_clients = len(study.texts.sources)
-    figures["tokens"] = float(settings.num_train * settings.batch_size * settings.context * num_clients)
+    figures["tokens"] = float(settings.num_train * study.tokens_of_round())
+    figures["search_tokens"] = float(searched * study.tokens_of_round())
     return RowOutcome(figures, [{f"weight of {name}": weight for name, weight in weights.items()}])
 
 
-def _weights(study: TextStudy, method: str, sizes: Mapping[str, int]) -> dict[str, float]:
+def _weights(study: TextStudy, method: str) -> tuple[dict[str, float], float]:
+    """Return weights, and the rounds before they are known, in gradients on the tokens of a round."""
+    warm = study.settings.num_warm
+    if method == "uncut":
+        return study.weights(study.learn()), warm + 5 * study.settings.num_rounds
     if method == "doge":
-        return doge(study, study.warm())
+        return doge.doge(study, study.warm()), warm + 2 * doge.rounds_of(study)
+    if method == "doremi":
+        return doremi.doremi(study, doremi.reference(study)), warm + doremi.rounds_of(study) * 4 / 3
     if method == "clean":
-        total = sum(sizes[name] for name in GOOD)
-        return {name: sizes[name] / total if name in GOOD else 0.0 for name in sizes}
-    return study.prior("proportional" if method == "proportional" else "uniform")
+        return among(study.prior("proportional"), GOOD), 0.0
+    return study.prior("proportional" if method == "proportional" else "uniform"), 0.0

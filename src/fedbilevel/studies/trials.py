@@ -1,0 +1,118 @@
+"""Which sources of text help: short trainings that begin at the same model.
+
+y is the model that was trained with the prior's weights, and L(y) its loss on the target text that also
+teaches x. All trainings are short, and all of them start at y:
+
+1. On every source alone. A source helps if L falls below L(y) by more than two standard errors: training
+   on it is then better than no training at all. Junk makes the model forget, and raises L: it harms.
+   In between, the bilevel run decides: it keeps a source at a quarter of its prior weight at least.
+2. A source that harms alone may still cover a part of the target. If the bilevel run kept it, it returns
+   if the mixture with it is better than the mixture without it by more than two standard errors.
+3. Sources that are left have the prior's weights. The bilevel weights among them replace these if
+   they are better by more than two standard errors, and if no source would be repeated more than four
+   times in the training from scratch: short trainings do not see what many repetitions do.
+
+If no source helps, all are kept. Standard errors are those of paired differences over windows.
+
+The limit of four repetitions is that of Muennighoff et al., "Scaling Data-Constrained Language
+Models", NeurIPS 2023: until then, repeated text is almost as good as new text. Short trainings on a
+source end there too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedbilevel.studies.texts import TextStudy
+
+LOWERED = 0.25  # of its prior weight: the bilevel run speaks against a source that has less
+ERRORS = 2.0  # standard errors that count as evidence
+REPEATED = 4  # times that a source is read without harm
+_LEAST = 10  # rounds of a trial, even if a source is short
+
+
+class Gap(NamedTuple):
+    """Mean of paired differences of losses, and its standard error."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, ours: np.ndarray, theirs: np.ndarray) -> Gap:
+        gaps = ours - theirs
+        error = gaps.std(ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
+        return cls(float(gaps.mean()), float(error))
+
+    @property
+    def better(self) -> bool:
+        return self.mean < -ERRORS * self.error
+
+    @property
+    def worse(self) -> bool:
+        return self.mean > ERRORS * self.error
+
+
+class Cut(NamedTuple):
+    """Weights of all sources, zero for those that are cut, and by source how much training on it changed the loss."""
+
+    weights: dict[str, float]
+    alone: dict[str, Gap]
+    rounds: int  # of all trials together
+
+
+def among(weights: Mapping[str, float], kept: Collection[str]) -> dict[str, float]:
+    """Return weights whose sum is one, and which are zero but for the sources that are kept."""
+    total = sum(weights[name] for name in kept)
+    return {name: weight / total if name in kept else 0.0 for name, weight in weights.items()}
+
+
+def num_rounds(study: TextStudy, name: str) -> int:
+    """Return the rounds of training on a source alone: no more than four repetitions."""
+    whole = REPEATED * study.texts.sizes()[name] // study.tokens_of_round()
+    return min(study.settings.num_trial, max(_LEAST, whole))
+
+
+def most_rounds(study: TextStudy) -> int:
+    """Return the largest number of rounds that `cut` takes: rivals may use as many."""
+    names = study.texts.names
+    return sum(num_rounds(study, name) for name in names) + (len(names) + 1) * study.settings.num_trial
+
+
+def cut(study: TextStudy, y: Any, learned: Mapping[str, float]) -> Cut:
+    """Return weights of the sources that help.
+
+    y: a model that was trained with the prior's weights.
+    learned: weights of the bilevel run.
+    """
+    prior, trial, spent = study.prior(), study.settings.num_trial, 0
+
+    def judged(weights: Mapping[str, float], rounds: int) -> np.ndarray:
+        nonlocal spent
+        spent += rounds
+        return study.losses(study.train_on(y, weights, rounds), study.taught())
+
+    start = study.losses(y, study.taught())
+    alone = {name: Gap.of(judged(among(prior, {name}), num_rounds(study, name)), start) for name in prior}
+    if not any(gap.better for gap in alone.values()):
+        return Cut(prior, alone, spent)
+    held = {name for name in prior if learned[name] >= LOWERED * prior[name]}
+    good = {name for name, gap in alone.items() if gap.better or (name in held and not gap.worse)}
+    doubted, other = held - good, among(learned, good)
+    graded = _repetitions(study, other) <= REPEATED
+    if not doubted and not graded:
+        return Cut(among(prior, good), alone, spent)
+    plain = judged(among(prior, good), trial)
+    kept = good | {one for one in sorted(doubted) if Gap.of(judged(among(prior, good | {one}), trial), plain).better}
+    if graded and Gap.of(judged(other, trial), plain).better:
+        return Cut(among(learned, kept), alone, spent)
+    return Cut(among(prior, kept), alone, spent)
+
+
+def _repetitions(study: TextStudy, weights: Mapping[str, float]) -> float:
+    """Return how often the training from scratch reads the source that it repeats most."""
+    tokens, sizes = study.settings.num_train * study.tokens_of_round(), study.texts.sizes()
+    return max(tokens * weight / sizes[name] for name, weight in weights.items())
