@@ -164,6 +164,8 @@ class Cleaning:
                 f"{first}, but the cleaning is rejected: {measured}, which is no sure gain, so the model is the one of "
                 "the given labels."
             )
+        if self.found.get("basis") == "likelihood":
+            measured += ", which is too few samples to exclude a loss of 0.3 points, so the log-likelihood decides"
         return f"{first}, and the cleaning is accepted: {measured}."
 
     @property
