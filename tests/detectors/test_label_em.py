@@ -119,7 +119,9 @@ def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has
     gain = fair[0] - fair[1]
     evidence = gain.mean() / (gain.std(ddof=1) / 3)
     assert state.found["evidence"] == pytest.approx(evidence, rel=1e-9)
-    assert state.found["verdict"] == ("accepted" if t >= -2 and evidence >= 1 else "rejected")
+    sure = state.found["gain"] >= 2 * state.found["gain_error"]
+    assert 1.645 * state.found["gain_error"] > 0.003  # too few to exclude a loss by right answers
+    assert state.found["verdict"] == ("accepted" if t >= -2 and (evidence >= 2 or sure) else "rejected")
     few = drive(LabelEM(ridge=0.02, num_fit_rounds=5, least_clean=10), built, em.num_iterations())[1]
     assert few.found["verdict"] == "unchecked"
     assert torch.equal(few.y, em.classifier(few, 1))
