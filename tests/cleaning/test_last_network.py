@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import fedbilevel as fb
 from fedbilevel.cleaning import last_network
-from fedbilevel.cleaning.last_network import chosen, guarded, trained, without
+from fedbilevel.cleaning.last_network import chosen, guarded, retrained, trained, unread, without
+from fedbilevel.cleaning.truth import classes
+from fedbilevel.errors import SettingError
+from tests.cleaning.test_fold_networks import BRIEF, striped, stripes
 
 
 class Fixed:
@@ -82,3 +86,44 @@ def test_candidates_learn_from_kept_labels_or_from_posteriors():
     assert go("as_given")[1] is None
     all_flagged = without(clients, [np.ones(3, bool)])
     assert all_flagged[0]["label"].tolist() == [0]
+
+
+def test_the_guard_of_networks_reads_the_samples_that_the_guard_of_detectors_reads():
+    clients = striped()
+    clients[1] = {"train": clients[1]["train"], "val": {k: v[:1] for k, v in clients[1]["val"].items()}}
+    del clients[2]["val"]
+    clients.append(striped()[0])
+    found = fb.clean_labels(clients, features="given", seed=5, num_fit_rounds=5)
+    held = unread(clients, 5)
+    right = classes(found.classifiers["plain"], found.rows(held["image"])) == held["label"]
+    assert len(held["label"]) == found.found["num_guard"] == 20
+    assert right.mean() == pytest.approx(found.found["plain_accuracy"])
+    assert unread([{"train": clients[0]["train"]}], 0)["image"].shape == (0, 8, 8)
+
+
+def test_a_cleaning_trains_last_networks_and_predicts_by_the_choice():
+    clients = striped(num=100)
+    training = {"num_folds": 2, "width": 8, "num_rounds": 40, "batch_size": 16}
+    found = fb.clean_labels(clients, features="out_of_fold", training=training, retrain=True)
+    assert found.last.name in ("as_given", "pruned", "corrected")
+    assert {*found.last.figures} == {"pruned", "corrected"}
+    assert found.last.figures["pruned"]["num_guard"] == 30
+    assert found.last.sentence in found.sentences
+    fresh = stripes(np.random.default_rng(5), 200)
+    assert (found.predict(fresh["image"]) == fresh["label"]).mean() > 0.8
+    wanted = found.last.network.probabilities(fresh["image"]).argmax(1)
+    assert np.array_equal(found.predict(fresh["image"]), wanted)
+
+
+def test_the_sentence_names_the_choice_and_its_gain():
+    plain, pruned = Fixed(answers(LABEL, 0.6, 0)), Fixed(answers(LABEL, 0.9, 1))
+    found = chosen(plain, [("pruned", pruned)], CLEAN)
+    assert "the guard chose pruned: on 400 held-out clean samples, it is right +" in found.sentence
+    assert "none is surely better" in chosen(plain, [("pruned", plain)], CLEAN).sentence
+
+
+def test_what_cannot_be_trained_again_is_refused():
+    with pytest.raises(SettingError, match="retrain is True and features is 'given'"):
+        fb.clean_labels(striped(), features="given", retrain=True)
+    with pytest.raises(SettingError, match="use engine='simulation'"):
+        retrained(striped(), [], [], BRIEF, seed=0, engine="distributed")

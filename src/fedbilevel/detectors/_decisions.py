@@ -14,7 +14,6 @@ TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # factors of score
 MOST_LOSS = 0.003  # share of right answers that an accepted classifier may lose
 ONE_SIDED = 1.645  # standard errors of a one-sided bound of 95 %
 ROUNDING = 1e-12  # spread that is no difference
-SURE = 2.0  # standard errors of the likelihood where right answers cannot exclude such a loss
 
 
 def discovery_cut(seen: Tensor, unseen: Tensor, num_right: float, rate: float) -> dict[str, float] | None:
@@ -79,7 +78,7 @@ def basis(figures: Mapping[str, float], reject_below: float, accept_above: float
 
     Accuracy is what users read, so right answers must exclude a loss of MOST_LOSS with a one-sided bound
     of 95 %. Where the samples are too few for that bound even if no answer is lost, the likelihood
-    decides alone, by SURE standard errors at least.
+    decides alone, with the same bound on its own.
     """
     gain, error, evidence = figures["gain"], figures["gain_error"], figures["evidence"]
     if figures["t"] < reject_below or gain < -error:
@@ -89,4 +88,4 @@ def basis(figures: Mapping[str, float], reject_below: float, accept_above: float
     if gain - ONE_SIDED * error >= -MOST_LOSS:
         return "answers" if evidence >= accept_above else ""
     too_few = ONE_SIDED * error > MOST_LOSS
-    return "likelihood" if too_few and evidence >= max(SURE, accept_above) else ""
+    return "likelihood" if too_few and evidence >= max(ONE_SIDED, accept_above) else ""

@@ -13,7 +13,7 @@ errors, and e the standard error of the difference in right answers:
     right answers: not fewer by more than e
     right answers: more by 2 e; or a loss of 0.3 points is excluded (difference - 1.645 e >= -0.003) and
         t of the calibrated log-likelihood >= accept_above; or the samples are too few to exclude it
-        (1.645 e > 0.003) and that t >= 2
+        (1.645 e > 0.003) and that t >= 1.645
 
 Calibrated scores are multiplied by a temperature of their classifier, which maximises its likelihood
 of the held samples. Both classifiers have one, so the advantage of choosing it cancels.
@@ -52,7 +52,7 @@ class Detector(Classifiers):
     )
     accept_above: float = setting(
         1.0,
-        "standard errors by which the calibrated likelihood of an accepted classifier is higher, at least; 2 where the "
+        "standard errors by which the calibrated likelihood of an accepted classifier is higher, at least; 1.645 where the "
         "held-out samples are too few to exclude a loss of 0.3 points of accuracy",
     )
     least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)

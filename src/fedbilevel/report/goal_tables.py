@@ -16,8 +16,8 @@ def table(experiments: Sequence[Experiment]) -> str:
     opening = [
         "## Goals",
         "",
-        "A goal is open where a record is missing. The case is the record that is farthest beyond the bound, or nearest "
-        "to it.",
+        "A goal is open where a record is missing. "
+        "The case is the record that is farthest beyond the bound, or nearest to it.",
         "",
         "| experiment | goal | verdict | case | repetitions |",
         "|---|---|---|---|---|",

@@ -46,7 +46,7 @@ import numpy as np
 
 from fedbilevel.cleaning.clean import clean_labels
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, rows_of, train_folds, train_network
-from fedbilevel.cleaning.last_network import chosen, guarded, trained, without
+from fedbilevel.cleaning.last_network import USUAL, chosen, guarded, trained, without
 from fedbilevel.cleaning.outcome import Cleaning
 from fedbilevel.cleaning.truth import compared
 from fedbilevel.runs.options import torch_device
@@ -55,7 +55,6 @@ from fedbilevel.studies import given
 from fedbilevel.studies.kinds.cleaning import average_precision, harmed
 from fedbilevel.studies.outcome import RowOutcome
 
-CHOSEN_FROM = ("pruned", "corrected")
 _shared: dict[str, Any] = {}  # networks of the last panel and repetition
 
 
@@ -161,7 +160,7 @@ class Work:
             name, lambda: self._last(name, found.flags, soft.posteriors, again), settings.key
         )  # fmt: skip
         if settings.last == "chosen":
-            candidates = [(name, train(name)) for name in CHOSEN_FROM]
+            candidates = [(name, train(name)) for name in USUAL]
             choice = chosen(self.plain(), candidates, self.clean())
             self.say(f"the guard chose {choice.name}")
             network = candidates[0][1] if choice.name == "as_given" else choice.network
