@@ -52,8 +52,8 @@ class Detector(Classifiers):
     )
     accept_above: float = setting(
         1.0,
-        "standard errors by which the calibrated likelihood of an accepted classifier is higher, at least; 1.645 where the "
-        "held-out samples are too few to exclude a loss of 0.3 points of accuracy",
+        "standard errors by which the calibrated likelihood of an accepted classifier is higher, at least; 1.645 where "
+        "the held-out samples are too few to exclude a loss of 0.3 points of accuracy",
     )
     least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
