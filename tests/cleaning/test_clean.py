@@ -33,7 +33,7 @@ def noisy(num_clients=4, num_wrong=10, num_val=20, **how):
 
 
 def test_wrong_labels_are_found_and_their_true_labels_suggested(tmp_path):
-    clients = noisy()
+    clients = noisy(num_val=60)
     found = fb.clean_labels(clients, record=tmp_path, names=["a", "b", "c", "d"], class_names=["cat", "dog", "emu"])
     assert found.verdict == "accepted"
     for flags in found.flags:

@@ -169,3 +169,9 @@ def test_the_study_compares_networks_on_the_same_probabilities(tmp_path):
         name: refined[name] for name in ("f1", "flags", "rounds")
     }
     assert distilled["cleaned"] != refined["cleaned"]
+    chosen, corrected = (go("refined", last=last) for last in ("chosen", "corrected"))
+    assert chosen["cleaned"] in (refined["cleaned"], corrected["cleaned"])
+    assert chosen["rounds"] == refined["rounds"] + 15  # one more candidate
+    other = go("refined", flag_by="label_em", transition="own", final={"num_rounds": 20})
+    assert other["flags"] != refined["flags"]
+    assert go("as_given", final={"num_rounds": 20})["rounds"] == 20

@@ -47,7 +47,21 @@ def test_clients_have_rates_of_their_own():
         flip_by_client(LABELS, parts, (0.5, 0.2), 5, rng, to="wrong", rows=ROWS)
 
 
-@pytest.mark.parametrize("how", ["iid", "dirichlet", "shards"])
+def test_some_clients_have_right_labels():
+    """The noise of FedCorr: noisy with probability rho, at a rate uniform in (tau, 1), labels drawn uniformly."""
+    labels = np.random.default_rng(0).integers(0, 5, 40_000)
+    parts = spread(labels, 400, "iid", np.random.default_rng(4))
+    flip = lambda chance: flip_by_client(
+        labels, parts, (0.3, 1.0), 5, np.random.default_rng(5), to="uniform", rows=labels, chance=chance
+    )[0]
+    rates = np.array([np.mean(flip(0.4)[own] != labels[own]) for own in parts])
+    assert np.mean(rates > 0) == pytest.approx(0.4, abs=0.06)
+    assert rates[rates > 0].mean() == pytest.approx(0.65 * 0.8, abs=0.03)  # a fifth of new labels is right
+    assert (rates > 0.3 * 0.8 - 0.15).sum() == (rates > 0).sum()
+    assert (flip(1.0) != labels).mean() == pytest.approx(0.65 * 0.8, abs=0.03)
+
+
+@pytest.mark.parametrize("how", ["iid", "dirichlet", "shards", "presence"])
 def test_partitions_use_every_sample_once(how):
     parts = spread(LABELS, 10, how, np.random.default_rng(6), alpha=0.1)
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(LABELS)))
@@ -75,7 +89,9 @@ def test_labels_of_people_that_do_not_fit_are_refused(tmp_path, labels):
 
 
 def test_the_task_knows_all_kinds_of_noise_and_partitions():
-    for settings in ({"flip": "asymmetric"}, {"flip": "instance"}, {"noise_most": 0.8, "partition": "dirichlet"}):
+    for settings in ({"flip": "asymmetric"}, {"flip": "instance"}, {"noise_most": 0.8, "partition": "dirichlet"},
+        {"noise_most": 0.8, "noisy_clients": 0.9, "partition": "presence", "alpha": 10.0},
+    ):  # fmt: skip
         clients = DataCleaning(noise=0.2, num_clients=4, test_share=0.5, **settings).build().clients
         wrong = np.concatenate([client["train"]["wrong"] for client in clients])
         assert 0.15 < wrong.mean() < (0.25 if "flip" in settings else 0.8)

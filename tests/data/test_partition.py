@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbilevel import plots
-from fedbilevel.data.partition import by_id, by_label, dirichlet, quantity_skew, shards, split_validation
+from fedbilevel.data.partition import by_id, by_label, dirichlet, presence, quantity_skew, shards, split_validation
 from fedbilevel.errors import ProblemError, SettingError
 
 
@@ -140,6 +140,29 @@ def test_sizes_of_quantity_skew_vary_as_a_dirichlet_distribution_does():
         assert (shares**2).sum(1).mean() == pytest.approx((1 + alpha) / (1 + 8 * alpha), rel=0.1)
     big = max(quantity_skew(1000, 3, 1.0, rng()), key=len)
     assert 400 < big.mean() < 600
+
+
+def test_a_class_is_present_with_its_probability_and_its_samples_are_spread_by_dirichlet():
+    labels = np.repeat(np.arange(10), 4000)
+    parts = presence(labels, 200, 0.7, 10.0, rng())
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
+    counts = np.stack([np.bincount(labels[own], minlength=10) for own in parts])
+    assert np.mean(counts > 0) == pytest.approx(0.7, abs=0.03)
+    shares = counts / counts.sum(0)
+    owners = (counts > 0).sum(0)
+    second = (shares**2).sum(0) * owners  # (1 + alpha) / (n alpha + 1), and the noise of 4000 draws
+    assert second.mean() == pytest.approx(((11 / (10 * owners + 1) + 1 / 4000) * owners).mean(), rel=0.1)
+
+
+def test_presence_leaves_nobody_and_no_label_out():
+    labels = np.repeat(np.arange(3), 40)
+    for seed in range(20):
+        parts = presence(labels, 4, 0.05, 1.0, rng(seed), least=2)
+        assert sorted(np.concatenate(parts).tolist()) == list(range(120))
+        assert min(map(len, parts)) >= 2
+    for share, alpha in ((0.0, 1.0), (1.1, 1.0), (0.5, 0.0)):
+        with pytest.raises(ProblemError, match=f"presence is {share} and alpha is {alpha} for 4 clients"):
+            presence(labels, 4, share, alpha, rng())
 
 
 @pytest.mark.parametrize(("alpha", "num_clients"), [(0.0, 3), (-1.0, 3), (float("nan"), 3), (1.0, 0)])

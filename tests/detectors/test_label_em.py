@@ -13,7 +13,7 @@ from scipy.stats import chi2
 
 from fedbilevel import discovery
 from fedbilevel.detectors import _rows
-from fedbilevel.detectors._decisions import TEMPERATURES, discovery_cut, is_worse, judged, temperature, upper_bound
+from fedbilevel.detectors._decisions import TEMPERATURES, basis, discovery_cut, judged, temperature, upper_bound
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import ProblemError, ScopeError, SettingError
@@ -119,7 +119,9 @@ def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has
     gain = fair[0] - fair[1]
     evidence = gain.mean() / (gain.std(ddof=1) / 3)
     assert state.found["evidence"] == pytest.approx(evidence, rel=1e-9)
-    assert state.found["verdict"] == ("accepted" if t >= -2 and evidence >= 1 else "rejected")
+    sure = state.found["gain"] >= 2 * state.found["gain_error"]
+    assert 1.645 * state.found["gain_error"] > 0.003  # too few to exclude a loss by right answers
+    assert state.found["verdict"] == ("accepted" if t >= -2 and (evidence >= 1.645 or sure) else "rejected")
     few = drive(LabelEM(ridge=0.02, num_fit_rounds=5, least_clean=10), built, em.num_iterations())[1]
     assert few.found["verdict"] == "unchecked"
     assert torch.equal(few.y, em.classifier(few, 1))
@@ -182,15 +184,25 @@ def test_without_two_samples_the_guard_knows_nothing():
 
 
 def test_the_guard_accepts_evidence_only():
-    figures = {"t": 3.0, "gain": 0.01, "gain_error": 0.02}
-    assert not is_worse(figures, -2.0)
-    assert not is_worse({**figures, "evidence": 1.1}, -2.0, 1.0)
-    assert is_worse({**figures, "evidence": 0.9}, -2.0, 1.0)  # not worse, but not surely better
+    figures = {"t": 3.0, "gain": 0.01, "gain_error": 0.02, "evidence": 1.7}  # 1.645 * 0.02 > 0.003 + 0.01
+    ruled = lambda **other: basis({**figures, **other}, -2.0, 1.0)
+    assert ruled() == "likelihood"
+    assert ruled(evidence=1.6) == ""  # not worse, but not surely better
     sure = 2.1 * figures["gain_error"]
-    assert not is_worse({**figures, "evidence": 0.9, "gain": sure}, -2.0, 1.0)  # surely right more often
-    assert is_worse({**figures, "evidence": 0.9, "gain": 0.9 * sure}, -2.0, 1.0)
-    assert is_worse({**figures, "evidence": 9.0, "gain": -0.03}, -2.0, 1.0)
-    assert is_worse({**figures, "evidence": 9.0, "t": -2.1}, -2.0, 1.0)
+    assert ruled(evidence=0.9, gain=sure) == "answers"  # surely right more often
+    assert ruled(evidence=0.9, gain=0.9 * sure) == ""
+    assert ruled(evidence=9.0, gain=-0.03) == ruled(evidence=9.0, t=-2.1) == ""
+
+
+def test_the_guard_excludes_a_loss_where_it_has_samples_enough():
+    """The bound is gain - 1.645 errors >= -0.003."""
+    many = {"t": 3.0, "gain_error": 0.001, "evidence": 1.1}
+    assert basis({**many, "gain": -0.0013}, -2.0, 1.0) == ""  # lower by more than an error
+    assert basis({**many, "gain": 0.0}, -2.0, 1.0) == "answers"
+    assert basis({**many, "gain": 0.0, "evidence": 0.9}, -2.0, 1.0) == ""
+    fewer = {"t": 3.0, "gain_error": 0.0018, "evidence": 9.0}  # samples enough: 1.645 * 0.0018 < 0.003
+    assert basis({**fewer, "gain": -0.0001}, -2.0, 1.0) == ""  # the bound is -0.00306
+    assert basis({**fewer, "gain": 0.0001}, -2.0, 1.0) == "answers"
 
 
 def test_without_samples_the_temperature_is_one():

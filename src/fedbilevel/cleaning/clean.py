@@ -13,6 +13,7 @@ import torch
 from fedbilevel import discovery
 from fedbilevel.cleaning.findings import findings
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Training
+from fedbilevel.cleaning.last_network import retrained
 from fedbilevel.cleaning.outcome import Cleaning, caveats
 from fedbilevel.cleaning.prepared import Features, Prepared, prepared
 from fedbilevel.cleaning.truth import Classifier, of_clients, tested
@@ -37,6 +38,7 @@ def clean_labels(
     detector: Detector | str = "label_em",
     features: Features = "auto",
     training: Mapping[str, Any] | None = None,
+    retrain: bool = False,
     num_classes: int | None = None,
     flag: Literal["half", "rate"] = "half",
     names: Sequence[str] | None = None,
@@ -72,6 +74,9 @@ def clean_labels(
         without its last layer, is best.
     training: how networks of folds are trained: settings of `cleaning.fold_networks.Training`, such as
         {"width": 32, "num_rounds": 400}.
+    retrain: with networks of folds, train last networks on the labels as given, without the flagged
+        samples, and with posteriors for them; the guard chooses (`cleaning.last_network`), and
+        `predict` uses its choice.
     num_classes: number of classes; None: the largest label plus one.
     flag: "half" flags labels that are wrong with a probability above one half; "rate" flags at a
         false-discovery rate (setting `rate`), with a 95 % bound from held-out clean samples.
@@ -85,7 +90,7 @@ def clean_labels(
     >>> def samples(num):
     ...     label = rng.integers(0, 3, num)
     ...     return {"image": rng.normal(size=(num, 5)) + 4 * np.eye(3, 5)[label], "label": label}
-    >>> clients = [{"train": samples(100), "val": samples(20)} for _ in range(4)]
+    >>> clients = [{"train": samples(100), "val": samples(60)} for _ in range(4)]
     >>> for client in clients:
     ...     client["train"]["label"][:10] = (client["train"]["label"][:10] + 1) % 3
     >>> found = fb.clean_labels(clients)
@@ -95,8 +100,14 @@ def clean_labels(
     chosen = _detector(detector, settings)
     if flag not in ("half", "rate"):
         raise SettingError(f"flag is {flag!r}, expected 'half' or 'rate'.")
+    if retrain and features not in ("out_of_fold", "refined"):
+        raise SettingError(
+            f"retrain is True and features is {features!r:.80}, expected 'out_of_fold' or 'refined': other features "
+            "have no network of their own."
+        )
     where: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype, "engine": engine}
-    ready, spent = _ready(clients, features, num_classes, made(Training, training or {}), where)
+    how = made(Training, training or {})
+    ready, spent = _ready(clients, features, num_classes, how, where)
     if isinstance(ready.network, FoldNetworks) and isinstance(chosen, Scored):
         chosen = replace(chosen, reads="probabilities")
     labelled = _names("class_names", class_names, ready.num_classes, "class")
@@ -106,6 +117,8 @@ def clean_labels(
         describe={"cleaning": {"flag": flag, **({} if names is None else {"names": named})}}, **where,
     )  # fmt: skip
     cleaning = _outcome(chosen, ready, result, spent, flag, named, labelled, files)
+    if retrain:
+        cleaning = replace(cleaning, last=retrained(clients, cleaning.flags, cleaning.posteriors, how, **where))
     if result.path is not None and engine == "simulation":
         _write(Record(result.path), cleaning, ready, clients)
     return cleaning

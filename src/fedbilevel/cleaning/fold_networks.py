@@ -1,8 +1,8 @@
 """Class probabilities of every sample by networks that were not trained on it.
 
 The training samples of every client are split into folds, sample j into fold j mod `num_folds`. For
-each fold, the clients train one network together (residual.py, by FedAdam) on the samples of the
-other folds. A training sample gets the class probabilities of the one network that has not seen it;
+each fold, the clients train one network together (residual.py or resnet18.py, by FedAdam) on the
+samples of the other folds. A training sample gets the class probabilities of the one network that has not seen it;
 other images get the mean of all networks. The rows that detectors read are these probabilities and
 their logarithms, so they can be compared across networks, which hidden units cannot.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +26,15 @@ from torch.nn.functional import cross_entropy
 
 from fedbilevel.cleaning.augment import NUM_DRAWS, moved
 from fedbilevel.cleaning.residual import Residual
+from fedbilevel.cleaning.resnet18 import ResNet18
 from fedbilevel.federation.schedule import Schedule
+from fedbilevel.oracle.precision import Precision
 from fedbilevel.problem.problem import Problem
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import Settings, setting
 
 _AT_ONCE = 1000
+_SHAPES = {"residual": Residual, "resnet18": ResNet18}
 _LEAST = 1e-4  # probabilities below it have the same logarithm
 
 
@@ -40,6 +43,7 @@ class Training(Settings):
     """How networks of folds are trained."""
 
     num_folds: int = setting(3, "networks, each trained without one part of the samples", least=2)
+    network: Literal["residual", "resnet18"] = setting("residual", "eight layers with filters, or ResNet-18")
     width: int = setting(16, "filters of the first layer", least=1)
     num_rounds: int = setting(200, "rounds of each network", least=1)
     num_local_steps: int = setting(5, "local steps between rounds", least=1)
@@ -50,6 +54,7 @@ class Training(Settings):
     shift: float = setting(0.0, "largest shift of an image in a step, as a share of its side", least=0, most=0.5)
     mirror: bool = setting(False, "half of the images are mirrored in a step, for photographs")
     weight_decay: float = setting(0.0, "weight of the squared norm of the network's weights, halved", least=0)
+    precision: Precision = setting("full", "of derivatives, as in solve: full, or bf16 for speed on a GPU")
 
 
 class Network(NamedTuple):
@@ -58,7 +63,7 @@ class Network(NamedTuple):
     mirror: whether probabilities are means over an image and its mirror image.
     """
 
-    shape: Residual
+    shape: Residual | ResNet18
     y: Mapping[str, Tensor]
     cost: Mapping[str, float]
     mirror: bool = False
@@ -152,7 +157,7 @@ def train_network(
     **where: Any,
 ) -> Network:
     """Train one network on all samples; arguments as in `train_folds`."""
-    shape = Residual.of(int(np.prod(clients[0]["image"].shape[1:])), training.width, num_classes)
+    shape = _SHAPES[training.network].of(int(np.prod(clients[0]["image"].shape[1:])), training.width, num_classes)
     held = []
     for i, client in enumerate(clients):
         aim = np.eye(num_classes)[client["label"]] if targets is None else targets[i]
@@ -179,7 +184,7 @@ def train_network(
         problem, held, "fedadam", num_iterations=num, measure_every=num, residuals=False, seed=seed,
         schedule=Schedule(end=num), batch_size=training.batch_size,
         num_local_steps=training.num_local_steps, lr_lower=training.lr_lower, server_lr=training.server_lr,
-        server_damping=training.server_damping, **where,
+        server_damping=training.server_damping, precision=training.precision, **where,
     )  # fmt: skip
     cost = {name: float(result.rows[-1][name]) for name in ("rounds", "megabytes")}
     return Network(shape, {name: leaf.detach() for name, leaf in result.y.items()}, cost, training.mirror)

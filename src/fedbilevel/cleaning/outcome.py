@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedbilevel.cleaning.last_network import Choice
 from fedbilevel.cleaning.truth import Classifier, Tested, Truth, classes
 from fedbilevel.errors import DataError
 from fedbilevel.runs.result import Result
@@ -47,6 +48,7 @@ class Cleaning:
     classifiers: both classifiers, `cleaned` and `plain`.
     truth, tested: precision and recall of the flags where wrong labels are marked, and accuracies of
         both classifiers where there are test samples.
+    last: the network that the guard chose among those trained again, with retrain=True.
 
     >>> import fedbilevel as fb
     >>> clients = fb.tasks.DataCleaning(noise=0.2, num_clean=40).build().clients
@@ -69,6 +71,7 @@ class Cleaning:
     classifiers: Mapping[str, Classifier] = field(default_factory=dict)
     truth: Truth | None = None
     tested: Tested | None = None
+    last: Choice | None = None
 
     @property
     def verdict(self) -> str:
@@ -98,6 +101,8 @@ class Cleaning:
 
     def predict(self, images: Any) -> np.ndarray:
         """Return the classes of images, in the form in which they were given for cleaning."""
+        if self.last is not None:
+            return np.asarray(self.last.network.probabilities(images).argmax(1))
         y = {name: leaf.detach().double().cpu().numpy() for name, leaf in self.model.items()}
         return classes(y, self.rows(images))
 
@@ -164,12 +169,13 @@ class Cleaning:
                 f"{first}, but the cleaning is rejected: {measured}, which is no sure gain, so the model is the one of "
                 "the given labels."
             )
-        return f"{first}, and the cleaning is accepted: {measured}."
+        few = " So few samples cannot exclude a loss of 0.3 points, so the log-likelihood decided."
+        return f"{first}, and the cleaning is accepted: {measured}.{few * (self.found.get('basis') == 'likelihood')}"
 
     @property
     def sentences(self) -> list[str]:
         """Return the sentence, what is known of the truth, and what cannot be guaranteed."""
-        known = [one.sentence for one in (self.truth, self.tested) if one is not None]
+        known = [one.sentence for one in (self.truth, self.tested, self.last) if one is not None]
         return [self.sentence, *known, *self.caveats]
 
     def _suspect(self, client: int, sample: int) -> Suspect:

@@ -42,6 +42,12 @@ class CleanCommand(StudyCommand):
     help="rows as they are given, random convolutional features, a small network that all clients train first, larger "
     "networks that have not seen the sample, or these in two passes; auto: convolutional for images",
 )
+@click.option(
+    "--retrain",
+    is_flag=True,
+    help="with --features out_of_fold or refined: train last networks with and without the flagged labels, and let the "
+    "guard choose",
+)
 @click.option("--size", type=click.IntRange(min=6), default=None, help="resize images to squares of this side")
 @click.option(
     "--flag",
@@ -63,6 +69,7 @@ def clean_command(
     folders: tuple[Path, ...],
     detector: str,
     features: Any,
+    retrain: bool,
     size: int | None,
     flag: Any,
     rate: float,
@@ -99,8 +106,8 @@ def clean_command(
         features = "convolutional" if features == "auto" else features
     settings: dict[str, Any] = {"transition": "own"} if own_noise else {}
     clean_and_show(
-        clients, folder, num_listed, detector=detector, features=features, flag=flag, rate=rate, resume=resume,
-        seed=seed, device=torch_device(device), **named, **settings,
+        clients, folder, num_listed, detector=detector, features=features, flag=flag, rate=rate, retrain=retrain,
+        resume=resume, seed=seed, device=torch_device(device), **named, **settings,
     )  # fmt: skip
 
 

@@ -77,10 +77,13 @@ def flip_by_client(
     *,
     to: Flip,
     rows: np.ndarray,
+    chance: float = 1.0,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Corrupt the labels of every client at a rate of its own; return the labels and the parts.
 
     rates: least and largest rate; the rate of a client is uniform between them.
+    chance: probability of a client to have wrong labels at all. With to="uniform", this is the noise
+        of FedCorr (Xu et al., CVPR 2022), with rho = chance and tau = the least rate.
     """
     least, most = rates
     if not 0 <= least <= most <= 1:
@@ -89,6 +92,8 @@ def flip_by_client(
             "raise the largest rate."
         )
     spoiled = labels.copy()
-    for own, rate in zip(parts, rng.uniform(least, most, len(parts)), strict=True):
+    drawn = rng.uniform(least, most, len(parts))
+    drawn = drawn if chance == 1 else np.where(rng.random(len(parts)) < chance, drawn, 0.0)
+    for own, rate in zip(parts, drawn, strict=True):
         spoiled[own] = flip_labels(labels[own], float(rate), num_classes, rng, to=to, rows=rows[own])[0]
     return spoiled, parts

@@ -53,6 +53,11 @@ def dirichlet(
         cuts = (len(places) * np.cumsum(rng.dirichlet(np.full(num_clients, alpha)))[:-1]).round().astype(int)
         for part, some in zip(parts, np.split(places, cuts), strict=True):
             part.extend(some.tolist())
+    return _filled(parts, least, rng)
+
+
+def _filled(parts: list[list[int]], least: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Give samples of the largest client to clients with fewer than `least`."""
     for part in parts:
         while len(part) < least:
             largest = max(parts, key=len)
@@ -82,19 +87,54 @@ def shards(labels: np.ndarray, num_clients: int, per_client: int, rng: np.random
     ]
 
 
+def presence(
+    labels: np.ndarray, num_clients: int, share: float, alpha: float, rng: np.random.Generator, least: int = 1
+) -> list[np.ndarray]:
+    """Return indices for each client: a client may have samples of a label with probability `share`.
+
+    A client without any label draws again. Every sample goes to one of the clients that may have its
+    label, with probabilities from a Dirichlet distribution over them; a label that no client may have
+    goes to all. A client with fewer than `least` samples receives some, as in `dirichlet`.
+
+    The method is that of Xu, Chen, Quek, Chong, "FedCorr", CVPR 2022, with their p and alpha_Dir.
+    """
+    if num_clients < 1 or not alpha > 0 or not 0 < share <= 1:
+        raise ProblemError(
+            f"presence is {share} and alpha is {alpha} for {num_clients} clients, expected a share above 0 and at most "
+            "1, and a value greater than 0, for at least one client."
+        )
+    found = np.unique(labels)
+    may = rng.random((num_clients, len(found))) < share
+    while not may.any(1).all():
+        none = ~may.any(1)
+        may[none] = rng.random((int(none.sum()), len(found))) < share
+    parts: list[list[int]] = [[] for _ in range(num_clients)]
+    for label, has in zip(found, may.T, strict=True):
+        owners = np.flatnonzero(has) if has.any() else np.arange(num_clients)
+        places = np.flatnonzero(labels == label)
+        drawn = rng.choice(owners, size=len(places), p=rng.dirichlet(np.full(len(owners), alpha)))
+        for owner in owners.tolist():
+            parts[owner].extend(places[drawn == owner].tolist())
+    return _filled(parts, least, rng)
+
+
 def spread(
     labels: np.ndarray,
     num_clients: int,
-    how: Literal["iid", "dirichlet", "shards"],
+    how: Literal["iid", "dirichlet", "shards", "presence"],
     rng: np.random.Generator,
     *,
     alpha: float = 0.5,
     per_client: int = 2,
+    share: float = 0.7,
 ) -> list[np.ndarray]:
     """Return indices for each client by the name of a partition.
 
-    alpha: concentration, for `dirichlet`. per_client: shards of a client, for `shards`.
+    alpha: concentration, for `dirichlet` and `presence`. per_client: shards of a client, for `shards`.
+    share: of the labels that a client may have, for `presence`.
     """
+    if how == "presence":
+        return presence(labels, num_clients, share, alpha, rng, least=2)
     if how == "dirichlet":
         return dirichlet(labels, num_clients, alpha, rng, least=2)
     return shards(labels, num_clients, per_client, rng) if how == "shards" else iid(len(labels), num_clients, rng)

@@ -11,6 +11,9 @@ from fedbilevel.detectors import _rows
 
 NUM_BINS = 200  # of the log-odds of a wrong label
 TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # factors of scores, 1/16 to 16
+MOST_LOSS = 0.003  # share of right answers that an accepted classifier may lose
+ONE_SIDED = 1.645  # standard errors of a one-sided bound of 95 %
+ROUNDING = 1e-12  # spread that is no difference
 
 
 def discovery_cut(seen: Tensor, unseen: Tensor, num_right: float, rate: float) -> dict[str, float] | None:
@@ -58,7 +61,7 @@ def judged(
         few = {"num_guard": num, "t": 0.0, "gain": 0.0, "gain_error": math.inf, "plain_accuracy": 0.0}
         return {**few, "evidence": 0.0} if fair else few
     spread = lambda total, square: math.sqrt(max(0.0, square / num - (total / num) ** 2) / (num - 1))
-    t = lambda total, square: total / num / spread(total, square) if spread(total, square) > 0 else 0.0
+    t = lambda total, square: total / num / spread(total, square) if spread(total, square) > ROUNDING else 0.0
     figures = {
         "num_guard": num, "t": t(better, squares), "gain": gain / num,
         "gain_error": max(spread(gain, gain_squares), 1.5 / num), "plain_accuracy": right / num,
@@ -66,13 +69,23 @@ def judged(
     return {**figures, "evidence": t(*fair)} if fair else figures
 
 
-def is_worse(figures: Mapping[str, float], reject_below: float, accept_above: float = -math.inf) -> bool:
-    """Return whether the guard rejects: by the likelihood, by right answers, or for lack of evidence.
+def basis(figures: Mapping[str, float], reject_below: float, accept_above: float) -> str:
+    """Return what the guard accepts by, "answers" or "likelihood", or "" if it rejects.
 
     A classifier that is unsure of noisy labels has a low likelihood even where it is right more often.
     So a likelihood that is not lower is no evidence for the other classifier. The evidence is the
     calibrated likelihood, or right answers that are more by two standard errors.
+
+    Accuracy is what users read, so right answers must exclude a loss of MOST_LOSS with a one-sided bound
+    of 95 %. Where the samples are too few for that bound even if no answer is lost, the likelihood
+    decides alone, with the same bound on its own.
     """
-    lower = figures["t"] < reject_below or figures["gain"] < -figures["gain_error"]
-    lacking = figures.get("evidence", math.inf) < accept_above and figures["gain"] < 2 * figures["gain_error"]
-    return lower or lacking
+    gain, error, evidence = figures["gain"], figures["gain_error"], figures["evidence"]
+    if figures["t"] < reject_below or gain < -error:
+        return ""
+    if gain >= 2 * error:
+        return "answers"
+    if gain - ONE_SIDED * error >= -MOST_LOSS:
+        return "answers" if evidence >= accept_above else ""
+    too_few = ONE_SIDED * error > MOST_LOSS
+    return "likelihood" if too_few and evidence >= max(ONE_SIDED, accept_above) else ""

@@ -7,11 +7,13 @@ answer y is `cleaned` if the guard accepts it, and otherwise `plain`, also where
 samples or none of some class.
 
 The guard accepts `cleaned` if all of three hold, with t the mean of paired differences in standard
-errors:
+errors, and e the standard error of the difference in right answers:
 
     t of the log-likelihood >= reject_below
-    right answers: not fewer by more than a standard error
-    t of the calibrated log-likelihood >= accept_above, or more right answers by two standard errors
+    right answers: not fewer by more than e
+    right answers: more by 2 e; or a loss of 0.3 points is excluded (difference - 1.645 e >= -0.003) and
+        t of the calibrated log-likelihood >= accept_above; or the samples are too few to exclude it
+        (1.645 e > 0.003) and that t >= 1.645
 
 Calibrated scores are multiplied by a temperature of their classifier, which maximises its likelihood
 of the held samples. Both classifiers have one, so the advantage of choosing it cancels.
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows, _state
 from fedbilevel.detectors._classifiers import NAMES, Classifiers
-from fedbilevel.detectors._decisions import NUM_BINS, TEMPERATURES, discovery_cut, is_worse, judged, temperature
+from fedbilevel.detectors._decisions import NUM_BINS, TEMPERATURES, basis, discovery_cut, judged, temperature
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import HELD, Clients
@@ -49,7 +51,9 @@ class Detector(Classifiers):
         "than a standard error",
     )
     accept_above: float = setting(
-        1.0, "standard errors by which the calibrated likelihood of an accepted classifier is higher, at least"
+        1.0,
+        "standard errors by which the calibrated likelihood of an accepted classifier is higher, at least; 1.645 where "
+        "the held-out samples are too few to exclude a loss of 0.3 points of accuracy",
     )
     least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
@@ -230,10 +234,17 @@ class Detector(Classifiers):
         figures = judged(*(found.sums.double() * fed.num_clients).tolist())
         unseen = int((found.classes * fed.num_clients < 0.5).sum())  # classes that the guard cannot speak for
         unchecked = figures["num_guard"] < self.least_clean or unseen > 0
-        worse = is_worse(figures, self.reject_below, self.accept_above)
-        verdict = "unchecked" if unchecked else "rejected" if worse else "accepted"
+        by = "" if unchecked else basis(figures, self.reject_below, self.accept_above)
+        verdict = "unchecked" if unchecked else "accepted" if by else "rejected"
         l2 = dict(zip(NAMES, self.strengths(state)[0], strict=True))
-        whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "targets": self.labels_of(state)}
+        whole = {
+            **state.found,
+            **figures,
+            "unseen": unseen,
+            "verdict": verdict,
+            "basis": by,
+            "targets": self.labels_of(state),
+        }
         return state._replace(found={**whole, "l2": l2}, y=self.classifier(state, 0 if verdict == "accepted" else 1))
 
     @phase

@@ -22,6 +22,7 @@ _TOP = {
     "figures": "table",
     "plot": "table",
     "verdict": "table",
+    "goals": "table",
     "settings": "table",
     "panels": "table",
     "rows": "table",
@@ -44,6 +45,18 @@ _ROW = {
 }
 _PLOT = {"x": "text", "y": "text", "log": "names", "kind": "text"}
 _VERDICT = {"rows": "names", "figure": "text"}
+_GOAL = {
+    "title": "text",
+    "figure": "text",
+    "rows": "names",
+    "panels": "names",
+    "least": "number",
+    "most": "number",
+    "than": "text",
+    "than_figure": "text",
+    "within": "number",
+    "pooled": "flag",
+}
 _QUICK = {"repetitions": "whole", "rows": "names", "panels": "names", "settings": "table"}
 _SELECT = {"panels": "names", "rows": "names"}
 _NAME = re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9_.+=-]*")  # names are parts of file names, joined by --
@@ -57,6 +70,9 @@ def check_kinds(path: Path, content: Tree) -> None:
     _kinds(path, "verdict", content.get("verdict", {}), _VERDICT)
     _kinds(path, "quick", content.get("quick", {}), _QUICK)
     _kinds(path, "select", content.get("select", {}), _SELECT)
+    _each(path, "goals", content.get("goals", {}), "table")
+    for name, one in content.get("goals", {}).items():
+        _kinds(path, f"goals.{name}", one, _GOAL)
     for kind, allowed in (("panels", _PANEL), ("rows", _ROW)):
         for name, one in content.get(kind, {}).items():
             if not _NAME.fullmatch(name):
@@ -99,6 +115,17 @@ def check_names(path: Path, content: Tree) -> None:
         raise ExperimentError(f"{path}: verdict is {judged}, expected rows and a figure.")
     among(path, "verdict.rows", judged.get("rows", []), content["rows"])
     among(path, "verdict.figure", [judged["figure"]] if judged else [], content["figures"])
+    for name, one in content.get("goals", {}).items():
+        if not {"title", "figure"} <= {*one} or len({"least", "most", "than", "than_figure"} & {*one}) != 1:
+            raise ExperimentError(
+                f"{path}: goals.{name} has {', '.join(one) or 'nothing'}, expected title, figure, and one of least, "
+                "most, than and than_figure."
+            )
+        for key in ("rows", "panels"):
+            among(path, f"goals.{name}.{key}", one.get(key, ()), content[key])
+        among(path, f"goals.{name}.than", [one["than"]] if "than" in one else [], content["rows"])
+        for key in ("figure", "than_figure"):
+            among(path, f"goals.{name}.{key}", [one[key]] if key in one else [], content["figures"])
     panels, rows, quick = content["panels"], content["rows"], content.get("quick", {})
     for name, one in rows.items():
         for key in ("only", "in", "from", "paper"):

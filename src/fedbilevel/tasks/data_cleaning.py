@@ -88,6 +88,9 @@ class DataCleaning(Task):
         above=0,
         most=1,
     )
+    noisy_clients: float = setting(
+        1.0, "probability of a client to have corrupted labels, with noise_most", above=0, most=1
+    )
     flip: Literal["wrong", "uniform", "asymmetric", "instance", "human"] = setting(
         "wrong",
         "a corrupted label is a wrong one; any label, also the true one, as in the paper; the next one; one that "
@@ -96,8 +99,13 @@ class DataCleaning(Task):
     human: Literal["aggregate", "random1", "random2", "random3", "worst"] = setting(
         "worst", "annotators of CIFAR-10N, for flip=human"
     )
-    partition: Literal["iid", "dirichlet", "shards"] = setting("iid", "how training images are spread over clients")
-    alpha: float = setting(0.5, "concentration of partition=dirichlet", above=0)
+    partition: Literal["iid", "dirichlet", "shards", "presence"] = setting(
+        "iid", "how training images are spread over clients"
+    )
+    alpha: float = setting(0.5, "concentration of partition=dirichlet and of presence", above=0)
+    presence: float = setting(
+        0.7, "probability of a class to be present at a client, for partition=presence", above=0, most=1
+    )
     num_train: int | None = setting(
         None, "noisy training samples per client, 4500 in the paper; None: all that are left", least=1
     )
@@ -264,7 +272,7 @@ class DataCleaning(Task):
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return the given labels of the training images, and the parts of the clients."""
         labels = images.label[train]
-        parts = lambda: spread(labels, self.num_clients, self.partition, rng, alpha=self.alpha)
+        parts = lambda: spread(labels, self.num_clients, self.partition, rng, alpha=self.alpha, share=self.presence)
         if self.flip == "human":
             if self.data != "cifar10" or self.share != 1:
                 raise ProblemError(
@@ -275,8 +283,9 @@ class DataCleaning(Task):
         rows = images.image[train]
         if self.noise_most is not None:
             return flip_by_client(
-                labels, parts(), (self.noise, self.noise_most), num_classes, rng, to=self.flip, rows=rows
-            )
+                labels, parts(), (self.noise, self.noise_most), num_classes, rng, to=self.flip, rows=rows,
+                chance=self.noisy_clients,
+            )  # fmt: skip
         return flip_labels(labels, self.noise, num_classes, rng, to=self.flip, rows=rows)[0], parts()
 
     def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:

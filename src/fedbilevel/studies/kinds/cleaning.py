@@ -11,9 +11,12 @@ Figures:
     flags                     share of all labels that are flagged, in per cent of them
     test_accuracy             of the classifier that the guard chose
     cleaned, plain            test accuracy of both classifiers
-    t, accepted               of the guard; accepted is 1, or 0 if rejected or unchecked
+    t, evidence, gain         of the guard: t of the likelihood, also calibrated, and right answers
+    accepted                  1, or 0 if rejected or unchecked
+    harmed                    1 if an accepted classifier loses more than 0.3 points of test accuracy
     rate_false, rate_recall   share of false flags, and recall, at the false-discovery rate; absent
                               without a cut
+    rate_kept                 1 if that share is at most the rate; absent without a cut
     rounds, megabytes         of the whole run, and of the network if features are trained
 
 With `only_right`, wrong labels are removed first, which needs the truth: the bound of any method
@@ -35,6 +38,7 @@ from fedbilevel import discovery
 from fedbilevel.cleaning.clean import clean_labels
 from fedbilevel.cleaning.outcome import Cleaning
 from fedbilevel.cleaning.truth import compared
+from fedbilevel.detectors._decisions import MOST_LOSS
 from fedbilevel.detectors.as_given import AsGiven
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.errors import ProblemError, SettingError
@@ -86,7 +90,7 @@ def run(
     found = clean_labels(
         clients, detector=detector, features=settings.features, seed=repetition, device=torch_device(device)
     )
-    figures = measured(found, clients)
+    figures = measured(found, clients, detector.rate)
     if "pooled" in row:  # all samples travel, which no ledger counts
         figures = {name: value for name, value in figures.items() if name not in ("rounds", "megabytes")}
     say(f"{detector.name()}: {found.sentence} {time.perf_counter() - begun:.1f} s")
@@ -97,8 +101,13 @@ def _without_wrong(train: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: values[~np.asarray(train["wrong"], bool)] for name, values in train.items()}
 
 
-def measured(found: Cleaning, clients: Any) -> dict[str, float]:
-    """Return the figures of a cleaning whose truth is known."""
+def harmed(accepted: bool, cleaned: float, plain: float) -> float:
+    """Return 1 if an accepted cleaning loses more test accuracy than the guard allows."""
+    return float(accepted and cleaned < plain - MOST_LOSS)
+
+
+def measured(found: Cleaning, clients: Any, rate: float) -> dict[str, float]:
+    """Return the figures of a cleaning whose truth is known; rate: target of the false-discovery rate."""
     assert found.tested is not None
     wrong = [np.asarray(client["train"]["wrong"], bool) for client in clients]
     right = {"cleaned": found.tested.cleaned, "plain": found.tested.plain}
@@ -111,13 +120,15 @@ def measured(found: Cleaning, clients: Any) -> dict[str, float]:
         "flags": float(np.concatenate(found.flags).mean()),
         "test_accuracy": right["cleaned" if accepted else "plain"],
         **right,
-        "t": float(found.found["t"]),
+        **{name: float(found.found[name]) for name in ("t", "evidence", "gain")},
         "accepted": float(accepted),
+        "harmed": harmed(accepted, *right.values()),
     }
     cut = found.found.get("cut")
     if cut is not None:
         at_rate = scores([own >= 1 / (1 + np.exp(-cut["log_odds"])) for own in found.wrong])
-        figures |= {"rate_false": 1 - at_rate.precision, "rate_recall": at_rate.recall}
+        false = 1 - at_rate.precision
+        figures |= {"rate_false": false, "rate_recall": at_rate.recall, "rate_kept": float(false <= rate)}
     row, network = found.result.rows[-1], found.found.get("network", {})
     return {**figures, **{name: float(row[name]) + network.get(name, 0.0) for name in ("rounds", "megabytes")}}
 

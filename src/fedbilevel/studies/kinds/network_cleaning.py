@@ -1,15 +1,16 @@
 """Cleaning with networks: wrong labels by class probabilities out of fold, and a network trained again.
 
 Row: {"task": {"name": "data_cleaning", ...its settings}, "training": {...settings of the networks},
-"method": ...}. The networks are those of cleaning/fold_networks.py. Methods:
+"final": {...other settings of the last networks}, "method": ...}. The networks are those of
+cleaning/fold_networks.py. Methods:
 
     as_given    no label is flagged; labels are ranked by their own probability out of fold
     only_right  wrong labels are removed first, which needs the truth
     cleanlab    cleanlab flags labels by the probabilities out of fold, pooled; a network is trained
                 on the other labels
     refined     label_em turns these probabilities into posteriors; networks are trained on the
-                posteriors, out of fold again; `confident` flags labels on the mean probabilities of
-                both passes
+                posteriors, out of fold again; `confident`, or label_em by the setting `flag_by`,
+                flags labels on the mean probabilities of both passes
 
 The last network of `refined` is trained, by the setting `last`:
 
@@ -18,13 +19,16 @@ The last network of `refined` is trained, by the setting `last`:
     soft        on the posteriors of all samples
     distilled   on the means of the posteriors and of the probabilities out of fold of both passes, which
                 do not read a sample's own label
+    chosen      on the labels that are not flagged, unless the guard prefers `corrected`
+                (cleaning/last_network.py)
 
 The two networks `cleaned`, of the method, and `plain`, of the labels as given, are compared on clean
-samples that no other step has read: every second one of each client.
+samples that no other step has read: every second one of each client. The rule is that of detectors.
 
 Figures: f1, precision, recall, average_precision and flags of wrong labels, as in the study cleaning;
-cleaned, plain: test accuracy of both networks; t, accepted: of the guard; test_accuracy: of the network
-that the guard chose; rounds, megabytes: of all networks and detectors of the method.
+cleaned, plain: test accuracy of both networks; t, evidence, gain, accepted: of the guard; harmed: 1 if an
+accepted network loses more than 0.3 points of test accuracy; test_accuracy: of the network that the
+guard chose; rounds, megabytes: of all networks and detectors of the method.
 
 Rows of one panel and repetition share networks if they run in one process.
 """
@@ -42,35 +46,42 @@ import numpy as np
 
 from fedbilevel.cleaning.clean import clean_labels
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, rows_of, train_folds, train_network
+from fedbilevel.cleaning.last_network import USUAL, chosen, guarded, trained, without
 from fedbilevel.cleaning.outcome import Cleaning
 from fedbilevel.cleaning.truth import compared
-from fedbilevel.detectors._decisions import is_worse, judged
 from fedbilevel.runs.options import torch_device
 from fedbilevel.settings import Settings, made, setting
 from fedbilevel.studies import given
-from fedbilevel.studies.kinds.cleaning import average_precision
+from fedbilevel.studies.kinds.cleaning import average_precision, harmed
 from fedbilevel.studies.outcome import RowOutcome
 
-REJECT_BELOW = -2.0  # as the guard of detectors
 _shared: dict[str, Any] = {}  # networks of the last panel and repetition
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkRow(Settings):
     method: Literal["as_given", "only_right", "cleanlab", "refined"] = setting("refined", "how labels are cleaned")
-    last: Literal["pruned", "corrected", "soft", "distilled"] = setting(
-        "corrected", "targets of the last network of refined"
+    last: Literal["pruned", "corrected", "soft", "distilled", "chosen"] = setting(
+        "pruned", "targets of the last network of refined"
     )
+    flag_by: Literal["confident", "label_em"] = setting("confident", "detector whose flags refined uses")
+    transition: Literal["shared", "own"] = setting("shared", "matrix T of label_em, as there")
+
+    @property
+    def key(self) -> str:
+        """Return what flags and posteriors depend on."""
+        return f"{self.flag_by}, {self.transition}"
 
 
 def run(
     row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
 ) -> RowOutcome:
-    settings = made(NetworkRow, {name: value for name, value in row.items() if name not in ("task", "training")})
+    tables = ("task", "training", "final")
+    settings = made(NetworkRow, {name: value for name, value in row.items() if name not in tables})
     begun = time.perf_counter()
-    work = Work(row, repetition, device)
+    work = Work(row, repetition, device, say)
     flags, chance, cleaned, cost = (
-        work.refined(settings.last) if settings.method == "refined" else getattr(work, settings.method)()
+        work.refined(settings) if settings.method == "refined" else getattr(work, settings.method)()
     )
     figures = work.figures(flags, chance, cleaned, cost)
     say(f"{settings.method}: {figures} {time.perf_counter() - begun:.1f} s")
@@ -80,12 +91,14 @@ def run(
 class Work:
     """Data and networks of one panel and repetition, each made when it is first asked for."""
 
-    def __init__(self, row: Mapping[str, Any], repetition: int, device: str) -> None:
-        self.key = json.dumps([row["task"], row.get("training", {}), repetition, device], sort_keys=True)
+    def __init__(self, row: Mapping[str, Any], repetition: int, device: str, say: Callable[[str], None]) -> None:
+        tables = [row["task"], row.get("training", {}), row.get("final", {})]
+        self.key, self.say = json.dumps([*tables, repetition, device], sort_keys=True), say
         if _shared.get("key") != self.key:
             _shared.clear()
             _shared["key"] = self.key
-        self.training = made(Training, row.get("training", {}))
+        self.training = made(Training, tables[1])
+        self.final = made(Training, {**tables[1], **tables[2]})
         self.where: dict[str, Any] = {"seed": repetition, "device": torch_device(device)}
         self.clients: Any = self._once(
             "clients", lambda: given.task(row["task"]).repeated(repetition).build().clients
@@ -104,15 +117,17 @@ class Work:
         make = lambda: train_folds(self.train, self.num_classes, self.training, targets=targets, **self.where)
         return self._once(f"folds {name}", make)
 
-    def network(self, name: str, train: Any, targets: Any = None) -> Network:
-        make = lambda: train_network(train, self.num_classes, self.training, targets=targets, **self.where)
-        return self._once(f"network {name}", make)
+    def network(self, name: str, make: Callable[[], Network], key: str = "") -> Network:
+        return self._once(f"network {name} {key}", make)
+
+    def _fit(self, train: Any, targets: Any = None) -> Network:
+        return train_network(train, self.num_classes, self.final, targets=targets, **self.where)
 
     def out_of_fold(self, folds: FoldNetworks) -> np.ndarray:
         return np.concatenate([folds.unseen(own["image"]) for own in self.train])
 
     def plain(self) -> Network:
-        return self.network("as given", self.train)
+        return self.network("as given", lambda: self._fit(self.train))
 
     # ---- methods: flags, P(wrong) or a ranking, the network, and the cost before it -----------------------------
 
@@ -121,7 +136,7 @@ class Work:
         return np.zeros(len(self.label), bool), chance, self.plain(), {"rounds": 0.0, "megabytes": 0.0}
 
     def only_right(self) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
-        network = self.network("right", self._kept(self.wrong.astype(bool)))
+        network = self.network("right", lambda: self._fit(self._kept(self.wrong.astype(bool))))
         return self.wrong.astype(bool), self.wrong.astype(float), network, {"rounds": 0.0, "megabytes": 0.0}
 
     def cleanlab(self) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
@@ -129,37 +144,43 @@ class Work:
 
         p = self.out_of_fold(self.folds("given"))
         flags = confident_learning.label_issues(self.label, p)
-        return flags, 1 - self._own(p), self.network("cleanlab", self._kept(flags)), self.folds("given").cost
+        network = self.network("cleanlab", lambda: self._fit(self._kept(flags)))
+        return flags, 1 - self._own(p), network, self.folds("given").cost
 
-    def refined(self, last: str) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
-        first = self._detected("given", self.folds("given"), "label_em")
-        again = self.folds("given") + self.folds("refined", first.posteriors)
-        found, soft = (self._detected("both", again, name) for name in ("confident", "label_em"))
-        parts = (again.cost, *(one.result.rows[-1] for one in (first, found, soft)))
+    def refined(self, settings: NetworkRow) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
+        own = {"transition": settings.transition}
+        first = self._detected("given", self.folds("given"), "label_em", own)
+        again = self.folds("given") + self.folds(f"refined {settings.transition}", first.posteriors)
+        soft = self._detected("both", again, "label_em", own)
+        found = soft if settings.flag_by == "label_em" else self._detected("both", again, "confident", {})
+        detected = {id(one): one for one in (first, found, soft)}.values()
+        parts = (again.cost, *(one.result.rows[-1] for one in detected))
         cost = {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes")}
-        flags = np.concatenate(found.flags)
-        if last == "pruned":
-            network = self.network("pruned", self._kept(flags))
-        elif last == "soft":
-            network = self.network("soft", self.train, soft.posteriors)
-        elif last == "distilled":
-            means = [
-                (posterior + again.unseen(own["image"])) / 2
-                for own, posterior in zip(self.train, soft.posteriors, strict=True)
-            ]
-            network = self.network("distilled", self.train, means)
+        train = lambda name: self.network(
+            name, lambda: self._last(name, found.flags, soft.posteriors, again), settings.key
+        )  # fmt: skip
+        if settings.last == "chosen":
+            candidates = [(name, train(name)) for name in USUAL]
+            choice = chosen(self.plain(), candidates, self.clean())
+            self.say(f"the guard chose {choice.name}")
+            network = candidates[0][1] if choice.name == "as_given" else choice.network
+            for _, other in candidates:
+                if other is not network:
+                    cost = {name: cost[name] + other.cost[name] for name in cost}
         else:
-            corrected = [
-                np.where(flagged[:, None], posterior, np.eye(self.num_classes)[own["label"]])
-                for own, flagged, posterior in zip(self.train, found.flags, soft.posteriors, strict=True)
-            ]
-            network = self.network("corrected", self.train, corrected)
-        return flags, np.concatenate(found.wrong), network, cost
+            network = train(settings.last)
+        return np.concatenate(found.flags), np.concatenate(found.wrong), network, cost
 
-    def _detected(self, name: str, folds: FoldNetworks, detector: str) -> Cleaning:
-        return self._once(f"{detector} on {name}", lambda: self._detect(folds, detector))
+    def _last(self, name: str, flags: Any, posteriors: Any, folds: FoldNetworks) -> Network:
+        if name != "distilled":
+            return trained(name, self.train, flags, posteriors, self._fit)
+        means = [(own + folds.unseen(part["image"])) / 2 for part, own in zip(self.train, posteriors, strict=True)]
+        return self._fit(self.train, means)
 
-    def _detect(self, folds: FoldNetworks, detector: str) -> Cleaning:
+    def _detected(self, name: str, folds: FoldNetworks, detector: str, own: Mapping[str, Any]) -> Cleaning:
+        return self._once(f"{detector} {dict(own)} on {name}", lambda: self._detect(folds, detector, own))
+
+    def _detect(self, folds: FoldNetworks, detector: str, own: Mapping[str, Any]) -> Cleaning:
         """Run a detector on the probabilities of networks, without the clean samples of the guard.
 
         Its own linear classifiers are not used, so they get one round.
@@ -174,18 +195,19 @@ class Work:
         ]
         return clean_labels(
             clients, detector=detector, reads="probabilities", num_fit_rounds=1, features="given",
-            num_classes=self.num_classes, seed=self.where["seed"],
+            num_classes=self.num_classes, seed=self.where["seed"], **own,
         )  # fmt: skip
 
     def _kept(self, flags: np.ndarray) -> list[dict[str, np.ndarray]]:
         parts = np.split(flags, np.cumsum([len(own["label"]) for own in self.train])[:-1])
-        return [
-            {name: own[name][~flagged] for name in ("image", "label")}
-            for own, flagged in zip(self.train, parts, strict=True)
-        ]
+        return without(self.train, parts)
 
     def _own(self, p: np.ndarray) -> np.ndarray:
         return np.asarray(p[np.arange(len(p)), self.label])
+
+    def clean(self) -> dict[str, np.ndarray]:
+        """Return the clean samples that only the guard reads."""
+        return {name: np.concatenate([one["val"][name][1::2] for one in self.clients]) for name in ("image", "label")}
 
     # ---- figures --------------------------------------------------------------------------------------------------
 
@@ -193,16 +215,10 @@ class Work:
         self, flags: np.ndarray, chance: np.ndarray, cleaned: Network, cost: Mapping[str, float]
     ) -> dict[str, float]:
         plain, wrong = self.plain(), self.wrong.astype(bool)
-        guard = {name: np.concatenate([one["val"][name][1::2] for one in self.clients]) for name in ("image", "label")}
+        guard = self.clean()
         test = {name: np.concatenate([one["test"][name] for one in self.clients]) for name in ("image", "label")}
-        place = np.arange(len(guard["label"])), guard["label"]
-        both = [one.probabilities(guard["image"]) for one in (cleaned, plain)]
-        better = np.log(both[0][place] + 1e-12) - np.log(both[1][place] + 1e-12)
-        right = [one.argmax(1) == guard["label"] for one in both]
-        gain = right[0].astype(float) - right[1]
-        sums = (len(gain), better.sum(), (better**2).sum(), gain.sum(), (gain**2).sum(), right[1].sum())
-        found = judged(*map(float, sums))
-        accepted = not is_worse(found, REJECT_BELOW)
+        found = guarded(*(one.probabilities(guard["image"]) for one in (cleaned, plain)), guard["label"])
+        accepted = found["verdict"] == "accepted"
         scores = [
             float((one.probabilities(test["image"]).argmax(1) == test["label"]).mean()) for one in (cleaned, plain)
         ]
@@ -214,7 +230,8 @@ class Work:
             "test_accuracy": scores[0 if accepted else 1],
             "cleaned": scores[0],
             "plain": scores[1],
-            "t": found["t"],
+            **{name: found[name] for name in ("t", "evidence", "gain")},
             "accepted": float(accepted),
+            "harmed": harmed(accepted, *scores),
             **{name: cost[name] + cleaned.cost[name] for name in ("rounds", "megabytes")},
         }
