@@ -42,6 +42,13 @@ def across_clients(found: Any) -> dict[str, float]:
     }
 
 
+def graded_clients(scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> dict[str, float]:
+    """Return figures over clients of log-probabilities (samples, classes) of test samples."""
+    right = scores.argmax(1) == labels
+    counts = {"test_right": np.bincount(owners, weights=right), "test_samples": np.bincount(owners)}
+    return across_clients({name: torch.as_tensor(value).double() for name, value in counts.items()})
+
+
 def joined(clients: Sequence[Holdings]) -> list[Holdings]:
     """Return clients that train on their training and validation samples together."""
     both = lambda one, name: np.concatenate([one["train"][name], one["val"][name]])
