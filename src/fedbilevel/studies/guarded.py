@@ -248,7 +248,9 @@ def _contest(
     starts = [name for name, one in good.items() if plans[name].start is not None and one.tried]
     first = tuned.first or min(starts, key=lambda name: min(good[name].tried.values()), default=None)
     if first in found and (start := plans[first].start) is not None:
-        problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result))
+        fields = start(good[first].chosen, found[first].result)
+        clients = fields.pop("clients", clients)
+        problem = dataclasses.replace(problem, **fields)
     runs = _bilevel(task, problem, clients, options) if tuned.bilevel else {}
     for costs in (*(one.costs for one in rivals.values()), *(one.final for _, _, one in runs.values())):
         for name in _COSTS:

@@ -222,9 +222,9 @@ class Personalisation(Task):
         )  # fmt: skip
         heads = None if self.model == "linear" else dataclasses.replace(self, personalise="head").problem(given)
         found = dict(network_rivals(shared, adjusted, heads, clients, num_classes, refit=self.val_share > 0))
-        if "own_head" in found and self.personalise != "head":  # x is another variable then
-            found["own_head"] = found["own_head"]._replace(start=None)
-        return found
+        if self.personalise == "head":
+            return found
+        return {name: rival._replace(start=None) for name, rival in found.items()}  # x is another variable
 
     def graded(self, scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> dict[str, float]:
         return {**super().graded(scores, labels, owners), **graded_clients(scores, labels, owners)}
