@@ -112,3 +112,17 @@ def test_rivals_alone_can_be_blended():
     single = fb.guarded(task, num_rounds=10, num_folds=2, rivals=["l2"], bilevel=False, blend=False)
     assert (single.answer, single.weights) == ("l2", {})
     assert single.figures == single.contenders["l2"].figures
+
+
+def test_a_contender_without_finite_probabilities_is_left_out(monkeypatch):
+    scored = blend.scored
+
+    def spoilt(problem, *rest):
+        found = scored(problem, *rest)
+        learned = len(problem.x0["lambda"]) > 1  # one entry in problems of rivals
+        return found._replace(scores=found.scores * np.nan) if learned else found
+
+    monkeypatch.setattr(blend, "scored", spoilt)
+    found = fb.guarded(Regularisation(**SMALL), num_rounds=4, num_folds=2, rivals=["l2"])
+    assert (found.single, found.weights) == ("l2", {"l2": 1.0})
+    assert found.figures["test_accuracy"] == found.contenders["l2"].figures["test_accuracy"]

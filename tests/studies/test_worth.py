@@ -65,7 +65,9 @@ def test_rows_are_the_runs_of_the_task():
     plain = fb.guarded(task, num_rounds=12, seed=1, bilevel=False)
     found = run(**common, method="blended").figures
     assert (found["figure"], found["bilevel"]) == (plain.figures["test_loss"], 0)
-    with pytest.raises(UnknownNameError, match=r"no method of regularisation named 'l3'. Known: blended, guarded, l1_grid"):
+    with pytest.raises(
+        UnknownNameError, match=r"no method of regularisation named 'l3'. Known: blended, guarded, l1_grid"
+    ):
         run(**common, method="l3")
     with pytest.raises(ExperimentError, match="regularisation does not measure 'f1': name one of"):
         run(**{**common, "figure": "f1"})

@@ -178,8 +178,9 @@ def guarded(
     final = {name: whole[name]._replace(losses=np.concatenate(parts))
              for name, parts in losses.items() if len(parts) == num_folds and name in whole}  # fmt: skip
     for name, some in scores.items():
-        if len(some) == num_folds and name in whole:
-            factor = blends.factor_of(held := Scores.joined(some))
+        held = Scores.joined(some)
+        if len(some) == num_folds and name in whole and np.isfinite(held.scores).all():  # a run may have failed
+            factor = blends.factor_of(held)
             final[name] = whole[name]._replace(losses=held.tempered(factor).losses, factor=factor)
     best = _chosen(final, paid)
     return _blended(best, task, num_classes) if blend and num_classes else best
@@ -204,10 +205,10 @@ def _blended(found: Guarded, task: Task, num_classes: int) -> Guarded:
     contenders = found.contenders
     if not all("test" in client for one in contenders.values() for client in one.clients):
         return found
-    weights = blends.weights_of(np.stack([one.losses for one in contenders.values()]))
+    weights = blends.weights_of(np.stack([one.losses for one in contenders.values()])).tolist()
     members = [_scored(one, "test", num_classes).tempered(one.factor) for one in contenders.values()]
+    shares = dict(zip(contenders, weights, strict=True))
     figures = task.graded(*blends.blended(members, weights))
-    shares = dict(zip(contenders, weights.tolist(), strict=True))
     return dataclasses.replace(found, answer=_BLEND, weights=shares, figures=figures)
 
 

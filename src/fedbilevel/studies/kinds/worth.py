@@ -88,8 +88,8 @@ def _solved(row: Mapping[str, Any], task: Task, method: str, repetition: int, de
         options |= task.suggestions(task.automatic)
         return solve(built.problem, built.clients, task.automatic, num_rounds=rounds, **options).final
     if method in ("guarded", "blended"):
-        own = {"rivals": row.get("rivals"), "bilevel": method == "guarded"}
-        found = guarded(task, num_rounds=rounds, **own, **options)
+        learned = method == "guarded"
+        found = guarded(task, num_rounds=rounds, rivals=row.get("rivals"), bilevel=learned, **options)
         return {**found.figures, **found.costs, "bilevel": found.share}
     rivals = task.rivals()
     if method == "started":
