@@ -32,6 +32,15 @@ def scored(problem, result, clients) -> np.ndarray:
     return np.concatenate(found)
 
 
+def tempered(losses: np.ndarray) -> np.ndarray:
+    """Losses of two classes at the temperature with the smallest mean, in plain numpy.
+
+    A loss -log p has the log-odds log(p / (1 - p)), which the temperature multiplies.
+    """
+    odds = -losses - np.log(-np.expm1(-losses))
+    return min((np.logaddexp(0, -factor * odds) for factor in np.geomspace(0.1, 10, 81)), key=np.mean)
+
+
 class Watched(Regularisation):
     """A task that keeps the clients of its rivals."""
 
@@ -44,7 +53,7 @@ class Watched(Regularisation):
 
 def test_samples_are_judged_by_runs_that_did_not_see_them():
     Watched.seen.clear()
-    found = fb.guarded(Watched(**SMALL), num_rounds=20, seed=3)
+    found = fb.guarded(Watched(**SMALL), num_rounds=20, seed=3, blend=False)
     whole = Regularisation(**SMALL).build().clients
     first, *folds = Watched.seen
     assert [len(clients[0]["val"]["label"]) for clients in folds] == [12] * 4
@@ -64,7 +73,7 @@ def test_samples_are_judged_by_runs_that_did_not_see_them():
         )
         expected.append(scored(way.problem, result, apart))
     l2, bilevel = found.contenders["l2"], found.contenders["bilevel"]
-    np.testing.assert_allclose(l2.losses, np.concatenate(expected), rtol=1e-5)
+    np.testing.assert_allclose(l2.losses, tempered(np.concatenate(expected)), rtol=1e-4)
     assert len(l2.losses) == 48  # every validation sample once
     gaps = bilevel.losses - l2.losses
     assert found.difference == pytest.approx(gaps.mean())
@@ -91,9 +100,9 @@ class Spoilt(Regularisation):
 
 def test_a_bad_rival_loses_and_a_good_rival_is_kept():
     large = {**SMALL, "num_train": 80, "num_val": 80}
-    assert fb.guarded(Spoilt(num_noise=5, **large), num_rounds=30, num_folds=2).answer == "bilevel"
+    assert fb.guarded(Spoilt(num_noise=5, **large), num_rounds=30, num_folds=2).single == "bilevel"
     stiff = Spoilt(weight=0.01, **{**large, "l2": 50.0})
-    assert fb.guarded(stiff, num_rounds=30, num_folds=2).answer == "only"  # x can lower no penalty below 50
+    assert fb.guarded(stiff, num_rounds=30, num_folds=2).single == "only"  # x can lower no penalty below 50
 
 
 def test_the_bilevel_run_starts_at_the_best_rival():

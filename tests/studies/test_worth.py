@@ -61,8 +61,13 @@ def test_rows_are_the_runs_of_the_task():
     guarded = fb.guarded(task, num_rounds=12, seed=1)
     found = run(**common, method="guarded").figures
     assert found["figure"] == guarded.figures["test_loss"]
-    assert found["bilevel"] == (guarded.answer == "bilevel")
-    with pytest.raises(UnknownNameError, match=r"no method of regularisation named 'l3'. Known: guarded, l1_grid"):
+    assert found["bilevel"] == guarded.weights["bilevel"]
+    plain = fb.guarded(task, num_rounds=12, seed=1, bilevel=False)
+    found = run(**common, method="blended").figures
+    assert (found["figure"], found["bilevel"]) == (plain.figures["test_loss"], 0)
+    with pytest.raises(
+        UnknownNameError, match=r"no method of regularisation named 'l3'. Known: blended, guarded, l1_grid"
+    ):
         run(**common, method="l3")
     with pytest.raises(ExperimentError, match="regularisation does not measure 'f1': name one of"):
         run(**{**common, "figure": "f1"})

@@ -5,8 +5,10 @@ Also the gain from learning the loss.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,6 +102,30 @@ def test_at_the_start_the_training_loss_is_plain_cross_entropy():
     torch.testing.assert_close(
         evaluate(built.problem.lower) - 0.15 * (y**2).sum(), evaluate(built.problem.upper), rtol=1e-12, atol=1e-12
     )
+
+
+def test_a_run_that_starts_at_logit_adjustment_is_refitted_as_logit_adjustment():
+    """Without a change of x, the refit has the loss of the rival in every sample."""
+    task = Imbalance(**SMALL, alpha=0.3)
+    built, rival = task.build(), task.rivals()["logit_adjustment"]
+    counts = np.array([np.bincount(client["train"]["label"], minlength=10) for client in built.clients])
+    y = {name: torch.randn(leaf.shape, dtype=torch.float64) for name, leaf in built.problem.y0.items()}
+    start = rival.start("train and val", SimpleNamespace(y=y))
+    shares = (counts / counts.sum(1, keepdims=True)).mean(0)  # clients count the same in the lower level
+    np.testing.assert_allclose(start["x0"]["ell"], np.log(shares) - np.log(shares).mean(), atol=1e-5)
+    problem = dataclasses.replace(built.problem, **start)
+    refit, plain = task.refits(problem, built.clients, start["x0"])["refitted"], rival.ways["train and val"]
+    assert refit.problem.client_weights == plain.problem.client_weights == "by_samples"
+    for one, other in zip(refit.clients, plain.clients, strict=True):
+        batch = {name: torch.as_tensor(value) for name, value in one["train"].items()}
+        batch["image"] = batch["image"].double()
+        assert one["train"]["label"].tolist() == other["train"]["label"].tolist()
+        ours, theirs = (way.problem.lower(refit.problem.x0, y, batch) for way in (refit, plain))
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
+    moved = {name: leaf + 0.1 for name, leaf in start["x0"].items()}
+    batch = {"image": torch.zeros(1, 64, dtype=torch.float64), "label": torch.tensor([3])}
+    more = problem.upper(moved, y, batch) - built.problem.upper(moved, y, batch)
+    assert float(more) == pytest.approx(0.5 * 20 * 0.1**2 / (0.5**2 * 3 * 2 * 10), rel=1e-5)  # 60 validation images
 
 
 def test_derivatives_and_hypergradients_agree_with_finite_differences():

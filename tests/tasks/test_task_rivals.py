@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks.imbalance import Imbalance
 from fedbilevel.tasks.mixing import Mixing
 from fedbilevel.tasks.regularisation import Regularisation
+from fedbilevel.tasks.representation import Representation
 from fedbilevel.tasks.task import Built
 
 REGULARISATION = Regularisation(num_train=30, num_val=20, num_test=10, num_noise=2)
@@ -176,6 +178,51 @@ def test_mixing_starts_at_a_plain_mixture_and_trains_again_with_learned_weights(
         leaves = {name: torch.as_tensor(leaf) for name, leaf in y.items()}
         plain = way.problem.upper(x, leaves, batch)  # no divergence from uniform weights
         torch.testing.assert_close(plain, problem.upper({"logit": torch.zeros(3)}, leaves, batch))
+
+
+def test_a_run_may_begin_at_a_shared_network_to_which_clients_add_their_own_part():
+    """Losses in plain numpy; without own parts they are those of the shared network with own priors."""
+    task = Representation(num_clients=4, num_hidden=6)
+    rival = task.rivals()["prior_standardised"]
+    label, way = next(iter(rival.ways.items()))
+    network = {name: torch.as_tensor(leaf) for name, leaf in some_y(way.problem).items()}
+    start = rival.start(label, SimpleNamespace(y=network))
+    clients = start.pop("clients")
+    problem = dataclasses.replace(task.build().problem, **start)
+    assert problem.scopes.lower == "local"
+    assert all(bool((leaf == 0).all()) for leaf in problem.y0.values())
+    own = {name: torch.as_tensor(leaf) for name, leaf in some_y(problem, 1).items()}
+    x = {**network, "penalty": torch.tensor(-0.7, dtype=torch.float64)}
+    for client, raw in zip(clients, task.build().clients, strict=True):
+        pixels, labels = raw["train"]["image"].astype(float), raw["train"]["label"]
+        counts = np.bincount(labels, minlength=10) + 1
+        inputs = ((pixels - pixels.mean()) / pixels.std()).astype(np.float32).astype(float)
+        hidden = np.maximum(inputs @ network["hidden.weight"].numpy().T + network["hidden.bias"].numpy(), 0)
+        batch = {name: torch.as_tensor(value) for name, value in client["train"].items()}
+        batch |= {name: batch[name].double() for name in ("image", "prior")}
+        for added in (own, {name: torch.zeros_like(leaf) for name, leaf in own.items()}):
+            weight, bias = ((network[name] + added[name]).numpy() for name in ("head.weight", "head.bias"))
+            z = hidden @ weight.T + bias + np.log(counts / counts.sum())
+            expected = np.log(np.exp(z).sum(1)) - z[np.arange(len(z)), labels]
+            squares = sum(float((leaf**2).sum()) for leaf in added.values())
+            np.testing.assert_allclose(problem.upper(x, added, batch), expected, rtol=1e-5)
+            np.testing.assert_allclose(
+                problem.lower(x, added, batch), expected + 0.5 * math.exp(-0.7) * squares, rtol=1e-5
+            )
+            right = problem.statistics["test"](x, added, batch)["test_right"]
+            assert right.tolist() == (z.argmax(1) == labels).tolist()
+        shared = way.problem.upper({}, network, batch)
+        torch.testing.assert_close(
+            problem.upper(x, {name: torch.zeros_like(v) for name, v in own.items()}, batch), shared
+        )
+
+
+def test_the_guarded_run_takes_the_clients_of_its_start():
+    task = Representation(num_clients=4, num_hidden=6)
+    found = fb.guarded(task, num_rounds=2, num_folds=2, rivals=["prior_standardised"])
+    bilevel = found.contenders["bilevel"]
+    assert "prior" in bilevel.clients[0]["test"]
+    assert "penalty" in bilevel.result.x
 
 
 @pytest.mark.parametrize("task", [REGULARISATION, IMBALANCE, MIXING], ids=lambda task: task.name())

@@ -163,7 +163,8 @@ def select_features(
     if not len(found.chosen):
         return found
     task, kept = _TASK, [_columns(client, np.sort(found.chosen)) for client in parts]
-    guard = guarded(task.with_built(_built(kept)), num_rounds=num_rounds, num_folds=num_folds, seed=seed, **options)
+    built = task.with_built(_built(kept))  # one model, whose weights can be read
+    guard = guarded(built, num_rounds=num_rounds, num_folds=num_folds, blend=False, seed=seed, **options)
     return dataclasses.replace(found, guard=guard)
 
 

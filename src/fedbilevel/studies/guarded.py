@@ -7,12 +7,14 @@ default on training and validation samples together, where validation samples ca
 
 Then the validation samples of every client are divided into folds, and everything is repeated without
 one fold at a time. Rivals keep the settings by which they were tuned, so their tuning has seen the
-fold, which favours them. The samples of the fold judge all answers by their upper loss.
+fold, which favours them. The samples of the fold judge all answers by their upper loss; where the
+task has classes (`Task.graded`), by their cross-entropy at the best temperature (studies/blend.py).
 
-Over all folds, they choose the best rival, and whether y is refitted. The answer is the rival,
-unless the bilevel answer is better by more than one standard error of the paired difference. Test
-samples have no influence. Where a task has samples that no run learns from (`Task.judge`), there are
-no folds: the right answers of every client to these samples choose.
+Over all folds, they choose the best rival, and whether y is refitted. The best single answer is the
+rival, unless the bilevel answer is better by more than one standard error of the paired difference.
+Where the task has classes, the answer is a blend of the rivals and the bilevel answer, unless
+`blend` is False. Test samples have no influence. Where a task has samples that no run learns from
+(`Task.judge`), there are no folds: the right answers of every client to these samples choose.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from fedbilevel.problem.problem import Problem, with_features
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
+from fedbilevel.studies import blend as blends
+from fedbilevel.studies.blend import Scores
 from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks.findings import counted
 from fedbilevel.tasks.rival import Way
@@ -43,14 +47,17 @@ from fedbilevel.tasks.task import Built, Task
 _COSTS = ("rounds", "megabytes", "seconds")
 _APART = "apart"
 _BILEVEL = "bilevel"  # a refit has a longer name
+_BLEND = "blend"
 
 
 class Contender(NamedTuple):
     """A possible answer, trained on all samples.
 
     clients: as the run saw them; a rival may change inputs or add fields.
-    losses: upper losses of validation samples, each from a run that did not see the sample; or, where
-        the task has a judge, the share of wrong answers of every client.
+    losses: upper losses of validation samples, each from a run that did not see the sample, with
+        classes at the best temperature; or, where the task has a judge, the share of wrong answers
+        of every client.
+    factor: the temperature, as a factor of log-probabilities.
     """
 
     problem: Problem
@@ -58,6 +65,7 @@ class Contender(NamedTuple):
     result: Result
     figures: Mapping[str, float]
     losses: np.ndarray = np.empty(0)
+    factor: float = 1.0
 
     @property
     def held_loss(self) -> float:
@@ -68,37 +76,47 @@ class Contender(NamedTuple):
 class Guarded:
     """The answer of `guarded`, with the figures of both sides.
 
-    answer: "bilevel", or the name of a rival.
+    answer: "bilevel", the name of a rival, or "blend", the weighted mean of all their probabilities.
+    single: the answer of a single run, "bilevel" or the name of a rival.
     rival: the name of the best rival.
     contenders: all rivals under their names, and `bilevel`.
     difference: mean loss of bilevel minus that of the best rival, on samples that their runs did not
         see.
     error: standard error of the difference, over samples.
     costs: rounds, megabytes and seconds of all runs.
+    weights: weights of the blend by name; empty without a blend.
+    figures: those of the answer.
     """
 
     answer: str
+    single: str
     rival: str
     contenders: Mapping[str, Contender]
     difference: float
     error: float
     costs: Mapping[str, float]
+    weights: Mapping[str, float]
+    figures: Mapping[str, float]
 
     @property
     def result(self) -> Result:
-        return self.contenders[self.answer].result
+        """Return the result of the best single answer."""
+        return self.contenders[self.single].result
 
     @property
-    def figures(self) -> dict[str, float]:
-        return dict(self.contenders[self.answer].figures)
+    def share(self) -> float:
+        """Return the weight of bilevel in the answer."""
+        return self.weights.get(_BILEVEL, 0.0) if self.weights else float(self.answer == _BILEVEL)
 
     @property
     def sentence(self) -> str:
-        losses = {name: one.held_loss for name, one in self.contenders.items()}
+        parts = ", ".join(f"{weight:.0%} {name}" for name, weight in self.weights.items())
+        best, bilevel = self.contenders[self.rival], self.contenders.get(_BILEVEL)
+        said = "" if bilevel is None else f"{bilevel.held_loss:.4g} with bilevel and "
+        compared = f" (difference {self.difference:+.2g}, standard error {self.error:.2g})" if bilevel else ""
         return (
-            f"the answer is {self.answer}: on held-out samples ({len(self.contenders[self.rival].losses)} values), the "
-            f"mean loss is {losses['bilevel']:.4g} with bilevel and {losses[self.rival]:.4g} with {self.rival} "
-            f"(difference {self.difference:+.2g}, standard error {self.error:.2g})"
+            f"the answer is {self.answer}{f' ({parts})' if parts else ''}: on held-out samples ({len(best.losses)} "
+            f"values), the mean loss is {said}{best.held_loss:.4g} with {self.rival}{compared}"
         )
 
     def __repr__(self) -> str:
@@ -111,6 +129,8 @@ def guarded(
     num_rounds: int,
     num_folds: int = 4,
     rivals: Sequence[str] | None = None,
+    blend: bool = True,
+    bilevel: bool = True,
     seed: int = 0,
     **options: Any,
 ) -> Guarded:
@@ -120,6 +140,8 @@ def guarded(
 
     num_folds: parts of the validation samples; everything runs once without each, and once with all.
     rivals: names of the task's rivals that take part; None: all.
+    blend: whether the answer may be a blend of several classifiers.
+    bilevel: whether a bilevel run takes part; False: the answer is that of the rivals alone.
     options: further keywords of `solve`.
 
     >>> import fedbilevel as fb
@@ -134,44 +156,72 @@ def guarded(
     built, options = task.build(), {"residuals": False, **options, "num_rounds": num_rounds, "seed": seed}
     paid = dict.fromkeys(_COSTS, 0.0)
     if task.judge:
-        whole, _ = _contest(task.with_built(built), options, paid, _Tuned(rivals))
+        whole, _ = _contest(task.with_built(built), options, paid, _Tuned(rivals, bilevel=bilevel))
         judged = {name: one._replace(losses=_wrong(one, built.clients, task.judge)) for name, one in whole.items()}
         return _chosen(judged, paid)
     folds = [_divided(client, Stream(seed), i, num_folds) for i, client in enumerate(built.clients)]
     if not any(len(next(iter(apart.values()))) for own in folds for _, apart in own):
         raise SettingError("no client has two validation samples, so that none can be left out: give more.")
-    whole, tuned = _contest(task.with_built(built), options, paid, _Tuned(rivals))
+    whole, tuned = _contest(task.with_built(built), options, paid, _Tuned(rivals, bilevel=bilevel))
+    num_classes = blends.num_classes(built.clients) if task.classes else 0
     losses: dict[str, list[np.ndarray]] = {}
+    scores: dict[str, list[Scores]] = {}
     for k in range(num_folds):
         # samples left out travel as a role that no run reads, so that rivals change their inputs too
         kept = [{**own[k][0], _APART: own[k][1]} for own in folds]
         found, _ = _contest(task.with_built(Built(built.problem, kept)), options, paid, tuned)
         for name, one in found.items():
-            apart = [client[_APART] for client in one.clients]
-            losses.setdefault(name, []).append(_losses(one.problem, one.result, apart))
-    held = {name: np.concatenate(parts) for name, parts in losses.items() if len(parts) == num_folds}
-    final = {name: one._replace(losses=held[name]) for name, one in whole.items() if name in held}
-    return _chosen(final, paid)
+            if num_classes:
+                scores.setdefault(name, []).append(_scored(one, _APART, num_classes))
+            else:
+                losses.setdefault(name, []).append(_losses(one))
+    final = {name: whole[name]._replace(losses=np.concatenate(parts))
+             for name, parts in losses.items() if len(parts) == num_folds and name in whole}  # fmt: skip
+    for name, some in scores.items():
+        held = Scores.joined(some)
+        if len(some) == num_folds and name in whole and np.isfinite(held.scores).all():  # a run may have failed
+            factor = blends.factor_of(held)
+            final[name] = whole[name]._replace(losses=held.tempered(factor).losses, factor=factor)
+    best = _chosen(final, paid)
+    return _blended(best, task, num_classes) if blend and num_classes else best
 
 
 def _chosen(final: Mapping[str, Contender], paid: Mapping[str, float]) -> Guarded:
-    """Choose the rival, the refit and the answer by losses of samples that no run saw."""
+    """Choose the rival, the refit and the single answer by losses of samples that no run saw."""
     plain = [name for name in final if not name.startswith(_BILEVEL)]
     best = min(plain, key=lambda name: final[name].held_loss)
-    bilevel = min((final[name] for name in final if name not in plain), key=lambda one: one.held_loss)
-    gaps = bilevel.losses - final[best].losses
-    error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else float("inf")
-    contenders = {**{name: final[name] for name in plain}, "bilevel": bilevel}
-    answer = "bilevel" if gaps.mean() < -error else best
-    return Guarded(answer, best, contenders, float(gaps.mean()), error, paid)
+    contenders, answer, difference, error = {name: final[name] for name in plain}, best, 0.0, 0.0
+    if learned := [one for name, one in final.items() if name not in plain]:
+        contenders[_BILEVEL] = min(learned, key=lambda one: one.held_loss)
+        gaps = contenders[_BILEVEL].losses - final[best].losses
+        difference = float(gaps.mean())
+        error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else float("inf")
+        answer = _BILEVEL if difference < -error else best
+    return Guarded(answer, answer, best, contenders, difference, error, paid, {}, contenders[answer].figures)
+
+
+def _blended(found: Guarded, task: Task, num_classes: int) -> Guarded:
+    """Return the blend of all contenders, with weights by samples that no run saw."""
+    contenders = found.contenders
+    if not all("test" in client for one in contenders.values() for client in one.clients):
+        return found
+    weights = blends.weights_of(np.stack([one.losses for one in contenders.values()])).tolist()
+    members = [_scored(one, "test", num_classes).tempered(one.factor) for one in contenders.values()]
+    shares = dict(zip(contenders, weights, strict=True))
+    figures = task.graded(*blends.blended(members, weights))
+    return dataclasses.replace(found, answer=_BLEND, weights=shares, figures=figures)
 
 
 class _Tuned(NamedTuple):
-    """What the runs on all samples chose: the rivals and their labels, and the rival to start from."""
+    """What the runs on all samples chose: the rivals and their labels, and the rival to start from.
+
+    bilevel: whether there is a bilevel run.
+    """
 
     names: Sequence[str] | None = None
     labels: Mapping[str, str] = MappingProxyType({})
     first: str | None = None
+    bilevel: bool = True
 
 
 def _contest(
@@ -199,18 +249,27 @@ def _contest(
     starts = [name for name, one in good.items() if plans[name].start is not None and one.tried]
     first = tuned.first or min(starts, key=lambda name: min(good[name].tried.values()), default=None)
     if first in found and (start := plans[first].start) is not None:
-        problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result))
-    suggested = task.suggestions(task.automatic)
-    answer = solve(problem, clients, task.automatic, **options, **suggested)
-    runs = {_BILEVEL: (problem, clients, answer)}
-    x = _common(answer.x)
-    for label, way in task.refits(problem, clients, x).items() if x is not None else ():
-        runs[f"{_BILEVEL}, {label}"] = way.problem, way.clients, _refitted(way, options)
+        fields = start(good[first].chosen, found[first].result)
+        clients = fields.pop("clients", clients)
+        problem = dataclasses.replace(problem, **fields)
+    runs = _bilevel(task, problem, clients, options) if tuned.bilevel else {}
     for costs in (*(one.costs for one in rivals.values()), *(one.final for _, _, one in runs.values())):
         for name in _COSTS:
             paid[name] += float(costs[name])
     found |= {name: Contender(own, some, one, _figures(one)) for name, (own, some, one) in runs.items()}
-    return found, _Tuned(list(good), {name: one.chosen for name, one in good.items()}, first)
+    return found, _Tuned(list(good), {name: one.chosen for name, one in good.items()}, first, tuned.bilevel)
+
+
+def _bilevel(
+    task: Task, problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any]
+) -> dict[str, tuple[Problem, Sequence[Holdings], Result]]:
+    """Return the bilevel run and its refits, each with its problem and clients."""
+    answer = solve(problem, clients, task.automatic, **options, **task.suggestions(task.automatic))
+    runs = {_BILEVEL: (problem, clients, answer)}
+    x = _common(answer.x)
+    for label, way in task.refits(problem, clients, x).items() if x is not None else ():
+        runs[f"{_BILEVEL}, {label}"] = way.problem, way.clients, _refitted(way, options)
+    return runs
 
 
 def _refitted(way: Way, options: Mapping[str, Any]) -> Result:
@@ -260,20 +319,18 @@ def _wrong(one: Contender, clients: Sequence[Holdings], judge: tuple[str, str, s
     return np.array([1 - sums[right] / sums[answers] for sums in counted(one.problem, clients, one.result, role)])
 
 
+def _scored(one: Contender, role: str, num_classes: int) -> Scores:
+    return blends.scored(one.problem, one.result, one.clients, role, num_classes)
+
+
 @torch.no_grad()
-def _losses(problem: Problem, result: Result, apart: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+def _losses(one: Contender) -> np.ndarray:
     """Return the upper losses of samples that no run saw, all clients after one another."""
-    found = []
-    for i, fields in enumerate(apart):
-        x, y = (value if isinstance(value, Mapping) else value[i] for value in (result.x, result.y))
-        size = len(next(iter(fields.values())))
-        if not size:
+    found = [np.empty(0)]
+    for i, client in enumerate(one.clients):
+        if not len(next(iter(client[_APART].values()))):
             continue
-        dtype = next(iter(y.values())).dtype
-        batch = {name: torch.as_tensor(value) for name, value in fields.items()}
-        batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
-        batch |= {"weight": torch.full((size,), 1 / size, dtype=dtype), "index": torch.arange(size)}
-        x, y = ({name: leaf.detach().cpu() for name, leaf in tree.items()} for tree in (x, y))
-        losses = problem.upper(x, y, with_features(problem, x, batch))
+        x, y, batch = blends.placed(one.result, i, client[_APART])
+        losses = one.problem.upper(x, y, with_features(one.problem, x, batch))
         found.append(np.atleast_1d(losses.double().numpy()))
-    return np.concatenate([np.empty(0), *found])
+    return np.concatenate(found)

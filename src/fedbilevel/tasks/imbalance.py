@@ -53,6 +53,8 @@ from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.rival import Rival, Way, with_validation
 from fedbilevel.tasks.task import Built, Shapes, Task
 
+_SPREAD = 0.5  # deviation of x from logit adjustment that a bilevel run expects
+
 
 @dataclass(frozen=True, kw_only=True)
 class Imbalance(Task):
@@ -103,6 +105,7 @@ class Imbalance(Task):
     avoid = (
         "the frequencies of the classes are known and only they differ: logit adjustment corrects them in closed form"
     )
+    classes = True
     headline = ("balanced_test_accuracy", "rarest_test_accuracy")
     needs = {
         "train": {"image": "one row of numbers per sample", "label": "its class from 0, the commonest first"},
@@ -172,16 +175,45 @@ class Imbalance(Task):
             "logit_adjustment": Rival(
                 "cross-entropy of logits shifted by log priors",
                 way(lambda z, batch: _entropy(z + shifts.to(z), batch)),
-                start=lambda label, run: {
-                    "x0": {"delta": torch.zeros(num_classes), "ell": shifts - shifts.mean()},
-                    "y0": run.y,
-                },
+                start=lambda label, run: self._started(built, run.y),
             ),
             "class_balanced": Rival(
                 "cross-entropy weighted by effective numbers of samples",
                 way(lambda z, batch: weights.to(z)[batch["label"]] * _entropy(z, batch)),
             ),
         }
+
+    def _started(self, built: Built, y: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return where a bilevel run begins: at logit adjustment of training images, with a prior around it.
+
+        The prior is normal with the deviation _SPREAD, so that a few validation images move x a little
+        and many move it far. Its weight is that of one image among all validation images.
+        """
+        shifts = _log_priors(built.clients, len(built.problem.y0["out.bias"]), "equal")
+        x0 = {"delta": torch.zeros_like(shifts), "ell": shifts - shifts.mean()}
+        weight = 1 / (_SPREAD**2 * sum(len(client["val"]["label"]) for client in built.clients))
+
+        def upper(x: Any, y: Any, batch: Any) -> Tensor:
+            moved = sum(((x[name] - x0[name].to(x[name])) ** 2).sum() for name in x0)
+            return built.problem.upper(x, y, batch) + 0.5 * weight * moved
+
+        return {"x0": x0, "y0": y, "upper": upper}
+
+    def refits(self, problem: Problem, clients: Sequence[Holdings], x: Mapping[str, Tensor]) -> Mapping[str, Way]:
+        """Return training on all images, each counting the same, as the rivals train.
+
+        ell moves by as much as the log priors do, so that logit adjustment stays logit adjustment.
+        """
+        pooled, num_classes = with_validation(clients), len(x["ell"])
+        moved = _log_priors(pooled, num_classes, "by_samples") - _log_priors(clients, num_classes, "equal")
+        x0 = {**x, "ell": x["ell"] + moved.to(x["ell"])}
+        return {"refitted": Way(replace(problem, x0=x0, client_weights="by_samples"), pooled)}
+
+    def graded(self, scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> dict[str, float]:
+        num_classes, right = scores.shape[1], scores.argmax(1) == labels
+        kinds = {"right": labels[right], "tested": labels}
+        sums = {f"{name}_{c}": int((own == c).sum()) for name, own in kinds.items() for c in range(num_classes)}
+        return _metrics(num_classes)(sums)
 
     def _decay(self, y: Any) -> Any:
         return 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
@@ -255,6 +287,17 @@ class Imbalance(Task):
             return {"out.weight": torch.zeros(num_classes, num_pixels), "out.bias": torch.zeros(num_classes)}
         shapes = {"hidden": (self.num_hidden, num_pixels), "out": (num_classes, self.num_hidden)}
         return uniform(shapes, torch.Generator().manual_seed(self.data_seed))
+
+
+def _log_priors(clients: Sequence[Holdings], num_classes: int, weights: Literal["equal", "by_samples"]) -> Tensor:
+    """Return the logarithms of class frequencies in a lower level that weighs clients like this.
+
+    Every class counts one image at least.
+    """
+    counts = np.stack([np.bincount(one["train"]["label"], minlength=num_classes) for one in clients]).astype(float)
+    sizes = counts.sum(1, keepdims=True)
+    shares = counts / sizes if weights == "equal" else counts / sizes.mean()
+    return torch.as_tensor(np.log(shares.mean(0).clip(1 / counts.sum())), dtype=torch.float32)
 
 
 def _logits(y: Any, batch: Any) -> Tensor:

@@ -24,6 +24,7 @@ Score = Callable[[Any, Any, Any], Tensor]  # (x, y, batch) -> logits (samples, c
 _STEPS = (0.1, 0.3, 1.0, 3.0)  # of rivals with a second setting of two values
 _FINE = (0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 _MORE = (0.0, 0.03)  # added to the l2 of own heads
+_PENALTY = "penalty"  # log of the weight by which own parts of the last layer are small
 
 
 def answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
@@ -40,6 +41,13 @@ def across_clients(found: Any) -> dict[str, float]:
         "test_accuracy_bottom_decile": float(torch.quantile(accuracy, 0.1)),
         "test_accuracy_mean_client": float(accuracy.mean()),
     }
+
+
+def graded_clients(scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> dict[str, float]:
+    """Return figures over clients of log-probabilities (samples, classes) of test samples."""
+    right = scores.argmax(1) == labels
+    counts = {"test_right": np.bincount(owners, weights=right), "test_samples": np.bincount(owners)}
+    return across_clients({name: torch.as_tensor(value).double() for name, value in counts.items()})
 
 
 def joined(clients: Sequence[Holdings]) -> list[Holdings]:
@@ -118,6 +126,37 @@ def own_heads(
     )
 
 
+def near_shared(
+    adjusted: Problem, clients: Sequence[Holdings], head: Sequence[str], network: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return where a bilevel run begins at one network of all clients with their own label priors.
+
+    x is the whole network and the logarithm of a penalty, y_i what client i adds to the last layer:
+
+        g_i(x, y_i) = CE(x + y_i; train_i) + exp(x_penalty)/2 |y_i|^2        f_i(x, y_i) = CE(x + y_i; val_i)
+
+    At y_i = 0 this is the shared network, so that validation samples decide how far clients leave it.
+
+    adjusted: the whole network is y. head: names of the last layer.
+    """
+    whole = lambda x, y: {name: x[name] + y[name] if name in y else x[name] for name in network}
+    upper = lambda x, y, batch: adjusted.upper({}, whole(x, y), batch)
+    return {
+        "x0": {**{name: leaf.detach().cpu().clone() for name, leaf in network.items()}, _PENALTY: torch.tensor(0.0)},
+        "y0": {name: torch.zeros_like(network[name], device="cpu") for name in head},
+        "upper": upper,
+        "lower": lambda x, y, batch: (
+            upper(x, y, batch) + 0.5 * x[_PENALTY].exp() * sum((leaf**2).sum() for leaf in y.values())
+        ),
+        "features": None,
+        "statistics": {
+            role: lambda x, y, batch, count=count: count({}, whole(x, y), batch)
+            for role, count in adjusted.statistics.items()
+        },
+        "clients": clients,
+    }
+
+
 def _stiffer(heads: Problem, more: float) -> Problem:
     """Return the problem with `more` added to the weight of the squared norm of y."""
     lower = lambda x, y, batch: heads.lower(x, y, batch) + 0.5 * more * sum((leaf**2).sum() for leaf in y.values())
@@ -191,4 +230,7 @@ def network_rivals(
         found["fedrep"] = tuned("FedRep, own last layer", heads, clients, "fedrep", both, again)
         found["fedbabu"] = tuned("FedBABU, last layer tuned at the end", heads, clients, "fedbabu", longer, again)
         found["own_head"] = own_heads(shared, heads, clients, plain, again)
+        found["prior_standardised"] = found["prior_standardised"]._replace(
+            start=lambda label, run: near_shared(adjusted, data["both"][0], list(heads.y0), run.y)
+        )
     return MappingProxyType(found)

@@ -64,7 +64,7 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.networks import NETWORKS, Network, split_off
-from fedbilevel.tasks.personal_rivals import Score, across_clients, answers, network_rivals
+from fedbilevel.tasks.personal_rivals import Score, across_clients, answers, graded_clients, network_rivals
 from fedbilevel.tasks.rival import Rival
 from fedbilevel.tasks.task import Built, Shapes, Task
 
@@ -132,6 +132,7 @@ class Personalisation(Task):
     suggested = {"*": {"lr_lower": 0.1}, "fedavg": {"lr_lower": 0.1, "num_local_steps": 5}}
     suggested_iterations = {"*": 100}
     avoid = "clients differ only in label frequencies or in the scale of inputs, which each client corrects by itself"
+    classes = True
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
     needs = {
         "train": {"image": "one row of numbers per sample", "label": "its class from 0"},
@@ -221,9 +222,12 @@ class Personalisation(Task):
         )  # fmt: skip
         heads = None if self.model == "linear" else dataclasses.replace(self, personalise="head").problem(given)
         found = dict(network_rivals(shared, adjusted, heads, clients, num_classes, refit=self.val_share > 0))
-        if "own_head" in found and self.personalise != "head":  # x is another variable then
-            found["own_head"] = found["own_head"]._replace(start=None)
-        return found
+        if self.personalise == "head":
+            return found
+        return {name: rival._replace(start=None) for name, rival in found.items()}  # x is another variable
+
+    def graded(self, scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> dict[str, float]:
+        return {**super().graded(scores, labels, owners), **graded_clients(scores, labels, owners)}
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")

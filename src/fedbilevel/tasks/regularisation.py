@@ -117,6 +117,7 @@ class Regularisation(Task):
         "features are few or nearly all of them matter: one penalty for all is then as good, at "
         "a fraction of the messages"
     )
+    classes = True
     headline = ("upper_loss", "test_accuracy", "test_loss")
     needs = {role: {"input": "one row of numbers per sample", "label": "0 or 1"} for role in ("train", "val")}
     measures = {"test": {"input": "as in train", "label": "0 or 1: for test_accuracy and test_loss"}}
@@ -187,6 +188,10 @@ class Regularisation(Task):
             "l2_grid": grid(_ridge, "one L2 penalty", 2),
             "l1_grid": grid(_lasso, "one L1 penalty", 1),
         }
+
+    def graded(self, scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> dict[str, float]:
+        loss = -float(scores[np.arange(len(labels)), labels].mean())
+        return {**super().graded(scores, labels, owners), "test_loss": loss}
 
     def _matched(self, weight: float, y: Any, power: int) -> Tensor:
         """Return lambda whose weight decay has the same gradient at y as the L2 or L1 penalty.

@@ -45,7 +45,7 @@ from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
-from fedbilevel.tasks.personal_rivals import across_clients, network_rivals
+from fedbilevel.tasks.personal_rivals import across_clients, graded_clients, network_rivals
 from fedbilevel.tasks.rival import Rival
 from fedbilevel.tasks.task import Built, Shapes, Task
 
@@ -76,6 +76,7 @@ class Representation(Task):
     }
     suggested_iterations = {"*": 100}
     avoid = "all clients share one distribution: FedAvg on the whole network then learns more from the same samples"
+    classes = True
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
     needs = HyperRepresentation.needs
     measures = {"test": {"image": "as in train", "label": "its class: for test_accuracy and how it differs by client"}}
@@ -89,6 +90,9 @@ class Representation(Task):
         self.check(shapes)
         across = across_clients if shapes.has("test", "image", "label") else None
         return dataclasses.replace(self._network().problem(shapes), across=across, name="representation")
+
+    def graded(self, scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> dict[str, float]:
+        return {**super().graded(scores, labels, owners), **graded_clients(scores, labels, owners)}
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")

@@ -40,8 +40,9 @@ class Rival(NamedTuple):
         measure, is chosen.
     refit: returns, for the label of the chosen run, a last run on training and validation samples
         together; None: the chosen run is the answer.
-    start: returns, for the chosen label and the result of the answer, the x0 (and y0) with which a
-        bilevel run begins at this rival; None: the x0 and y0 of the task.
+    start: returns, for the chosen label and the result of the answer, fields of the task's problem that
+        make a bilevel run begin at this rival, such as x0 and y0, and `clients` where the rival
+        changes them; None: the x0 and y0 of the task.
     """
 
     title: str

@@ -161,6 +161,8 @@ class Task(Settings):
         an algorithm, or "*" for all algorithms but self_tuned.
     suggested_iterations: numbers of outer iterations, with the same keys.
     automatic: the algorithm of `guarded`, with its suggested settings.
+    classes: whether the upper loss is the cross-entropy of the field `label`, whole numbers from 0, so
+        that `guarded` may blend classifiers, whose figures are then those of `graded`.
     judge: a role that no run learns from, and its statistics of right answers and of all answers, by
         which `guarded` chooses; None: validation samples choose, which are left out in turn.
     avoid: when a plain way is better, as the end of "do not use this when ...".
@@ -172,6 +174,7 @@ class Task(Settings):
     suggested: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     suggested_iterations: ClassVar[Mapping[str, int]] = {"*": 100}
     automatic: ClassVar[str] = "self_tuned"
+    classes: ClassVar[bool] = False
     judge: ClassVar[tuple[str, str, str] | None] = None
     avoid: ClassVar[str] = ""
     headline: ClassVar[tuple[str, ...]] = ("upper_loss", "lower_loss")
@@ -238,6 +241,13 @@ class Task(Settings):
         if not all(set(client["train"]) <= set(client["val"]) for client in clients):
             return {}
         return {"refitted": Way(dataclasses.replace(problem, x0=x), with_validation(clients))}
+
+    def graded(self, scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> dict[str, float]:
+        """Return figures of log-probabilities (samples, classes) of test samples, under this task's names.
+
+        owners: the client of every sample.
+        """
+        return {"test_accuracy": float((scores.argmax(1) == labels).mean())}
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:
         """Return results of a solution besides figures, in the forms of tasks/findings.py.

@@ -1,12 +1,13 @@
-"""Worth: a task solved without settings, by one of its rivals, or by the guarded choice.
+"""Worth: a task solved without settings, by one of its rivals, or by the guarded answer.
 
 task        {name, settings}; repetition r uses the task's own `repeated(r)`
 figure      the task's figure by which rows are judged
 num_rounds  rounds of self_tuned, and of every single run of a rival
 method      "self_tuned" (by default), the name of a rival of the task, "guarded" (studies/guarded.py), or
             "started": the bilevel answer of `guarded` beside the rivals at which it can start, so that
-            samples apart decide whether y is refitted
-rivals      names of the rivals among which "guarded" chooses; all by default
+            samples apart decide whether y is refitted; or "blended": the rivals of `guarded` without
+            the bilevel answer
+rivals      names of the rivals that take part in "guarded" and "blended"; all by default
 options     fraction, batch_size, sampling, ... (runs/options.py)
 
 Two tasks have functions of their own, which stand for self_tuned:
@@ -18,7 +19,7 @@ influence       conjugate gradients, or a plain score (studies/influence/plain.p
                 rank correlation with retraining without each of `num_removed` random samples.
 
 Figures: figure; rounds, megabytes and cpu_seconds over all runs, those that tune a rival included;
-of the guarded choice also bilevel, 1 if it chose the bilevel answer and else 0; of cleaning also f1.
+of the guarded choice also bilevel, the weight of the bilevel answer, 0 or 1 without a blend; of cleaning also f1.
 """
 
 from __future__ import annotations
@@ -86,15 +87,18 @@ def _solved(row: Mapping[str, Any], task: Task, method: str, repetition: int, de
         built = task.build()
         options |= task.suggestions(task.automatic)
         return solve(built.problem, built.clients, task.automatic, num_rounds=rounds, **options).final
-    if method == "guarded":
-        found = guarded(task, num_rounds=rounds, rivals=row.get("rivals"), **options)
-        return {**found.figures, **found.costs, "bilevel": float(found.answer == "bilevel")}
+    if method in ("guarded", "blended"):
+        learned = method == "guarded"
+        found = guarded(task, num_rounds=rounds, rivals=row.get("rivals"), bilevel=learned, **options)
+        return {**found.figures, **found.costs, "bilevel": found.share}
     rivals = task.rivals()
     if method == "started":
         found = guarded(task, num_rounds=rounds, rivals=[name for name in rivals if rivals[name].start], **options)
         return {**found.contenders["bilevel"].figures, **found.costs}
     if method not in rivals:
-        raise UnknownNameError(f"method of {task.name()}", method, ["self_tuned", "guarded", "started", *rivals])
+        raise UnknownNameError(
+            f"method of {task.name()}", method, ["self_tuned", "guarded", "started", "blended", *rivals]
+        )
     outcome = run_rival(rivals[method], num_rounds=rounds, **options)
     return {**outcome.figures, **outcome.costs} if outcome.figures else {}
 
