@@ -192,16 +192,7 @@ class Server(LayeredMeans):
             self._draw_cohort()
 
     def draw(self, purpose: str, high: int) -> int:
-        words = self.stream.integers(
-            purpose,
-            torch.tensor([SERVER]),
-            torch.tensor([high]),
-            iteration=self.iteration,
-            call=self.call,
-            steps=range(1),
-            width=1,
-        )
-        return int(words)
+        return self.stream.integer(purpose, SERVER, high, iteration=self.iteration, call=self.call)
 
     # ---- what the run loop uses -----------------------------------------------------------------------------------
 

@@ -159,9 +159,9 @@ class Ledger:
     def leave(self, before: str) -> None:
         self._phase = before
 
-    def count_round(self) -> None:
-        self.rounds += 1
-        self._add("rounds", 1)
+    def count_round(self, times: int = 1) -> None:
+        self.rounds += times
+        self._add("rounds", times)
 
     def _add(self, column: str, amount: int) -> None:
         self.since[self._phase][column] += amount
@@ -239,12 +239,13 @@ class Ledger:
         else:
             self.charge_all(ids, {f"floats_{direction}": floats, f"bytes_{direction}": floats * itemsize})
 
-    def charge_edges(self, sent: Tensor, floats: int, num_bytes: int) -> None:
+    def charge_edges(self, sent: Tensor, floats: int, num_bytes: int, times: int = 1) -> None:
         """Charge messages, which are added up when `edges` is read.
 
         sent: matrix of messages; `sent[i, j]` is a message from i to j.
         floats: number of floats in each message.
         num_bytes: number of bytes in each message.
+        times: how often they are sent.
         """
         key = (id(sent), floats, num_bytes)
         known = self._open.get(key)
@@ -254,11 +255,10 @@ class Ledger:
             counts = sent.to("cpu", copy=True)  # the caller may change it later
             degrees = counts.sum(1, dtype=torch.int64)
             known = self._open[key] = _Sent(sent, sent._version, counts, degrees, int(degrees.sum()))
-        known.times += 1
-        self._add("floats_up", known.each * floats)
-        self._add("bytes_up", known.each * num_bytes)
-        self.columns["floats_up"] += known.degrees * floats
-        self.columns["bytes_up"] += known.degrees * num_bytes
+        known.times += times
+        for column, amount in (("floats_up", floats * times), ("bytes_up", num_bytes * times)):
+            self._add(column, known.each * amount)
+            self._columns[column] += known.degrees * amount
 
     def totals(self) -> Totals:
         edges = self.edges

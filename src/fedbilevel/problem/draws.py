@@ -146,6 +146,12 @@ class Stream:
         self._check(iteration, call, steps)
         return self._drawn(purpose, ids, high, iteration, call, steps, width)
 
+    def integer(self, purpose: str, client: int, high: int, *, iteration: int, call: int) -> int:
+        """Return the first of `integers` for one client, without arrays."""
+        self._check(iteration, call, range(1))
+        key = (self.seed, zlib.crc32(purpose.encode()))
+        return int(philox(key, (0, call << 16, iteration, client))[0] * high >> 32)
+
     def epochs(
         self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int
     ) -> Tensor:
