@@ -58,7 +58,7 @@ class _Links:
         self._blocks: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._is_there = links.there is not None and is_cheap(peers.device)
         if self._is_there:
-            self._plain = links.mixing(self._first)
+            self._plain = setting.walk.mixing(network, 0)  # made by the first run, before anything is recorded
             self._time = setting.number(lambda walk: walk.networks[network][1])
 
     def mixing(self, step: int) -> Any:

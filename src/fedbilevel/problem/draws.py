@@ -224,9 +224,7 @@ class Stream:
         near = (keys <= keys.kthvalue(first).values).nonzero()[:, 0]  # one more than requested where the last is tied
         return near[keys[near].argsort(stable=True)[:first]]
 
-    def orders(
-        self, purpose: str, client: int, num: int, *, iterations: range, calls: range, first: int
-    ) -> Tensor:
+    def orders(self, purpose: str, client: int, num: int, *, iterations: range, calls: range, first: int) -> Tensor:
         """Return `order` of every outer iteration and, within it, every call: one row each."""
         self._check(iterations.stop - 1, calls.stop - 1, range(1))
         if len(iterations) == len(calls) == 1:  # without a sort of everybody
