@@ -46,7 +46,7 @@ MEAN_FACTORS = 2
 FEDBIO: dict[str, Any] = {"lr_lower": 0.1, "lr_upper": 0.1, "lr_system": 0.1, "num_local_steps": 5}
 WARM_ON_CUDA = 10  # there outer iterations are replayed from the sixth on
 LOOPS = ("autograd loop", "autograd loop, features kept")
-WARM_LOOPS = 2  # on CUDA, where a loop takes seconds per iteration
+WARM_LOOPS = 2  # a loop has nothing to learn, and takes seconds per iteration
 BY_HAND = "by hand, complete"
 HEADINGS = {"times_ours": "x by hand"}
 WARM = 20  # iterations before timing, so that tracing, compilation and capture are done, as in a long run
@@ -214,7 +214,7 @@ def _rows(setup: Setup, case: Case) -> list[Row]:
         for what, kind in zip(LOOPS, (Loop, KeepingLoop), strict=True):
             contestants[what], programs[what] = case.loop(plans, kind)
     contestants["floor"] = case.floor()
-    times = {what: WARM_LOOPS if setup.cuda and what in LOOPS else warm for what in contestants}
+    times = {what: WARM_LOOPS if what in LOOPS else warm for what in contestants}
     timings = compare(contestants, setup, repeats=1, warm=times)
     differs = 0.0
     for what, theirs in programs.items():
