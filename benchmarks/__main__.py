@@ -21,6 +21,8 @@ SECTIONS = (
     "paths",
     "iteration",
     "tiny",
+    "streaming",
+    "startup",
     "algorithms",
     "busy",
     "growth",
@@ -68,6 +70,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         metavar="WORD",
         help="large_models: only cases whose name has all of these words, such as 100M or bf16",
     )
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="streaming: size of the file (default 2)")
     parser.add_argument(
         "--save",
         nargs="?",
@@ -136,6 +139,7 @@ def main(words: Sequence[str] | None = None) -> int:
         steps=given.steps,
         networks=tuple(given.networks),
         cases=tuple(given.cases),
+        gigabytes=given.gigabytes,
     )
     kind = torch.device(given.device).type + ("-small" if given.small else "")
     name = given.save or kind

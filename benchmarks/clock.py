@@ -25,6 +25,7 @@ class Setup:
     steps: int | None = None  # hgp_paper: lower steps that are timed; the rest is extrapolated
     networks: tuple[str, ...] = ("random_directed",)  # hgp_paper
     cases: tuple[str, ...] = ()  # large_models: words that the names of its cases must have
+    gigabytes: float = 2.0  # streaming: size of the file
 
     @property
     def cuda(self) -> bool:
@@ -61,21 +62,21 @@ def compare(
     *,
     rounds: int | None = None,
     repeats: int | None = None,
-    warm: int = 1,
+    warm: int | Mapping[str, int] = 1,
     least: float = 0.02,
 ) -> dict[str, Timing]:
     """Time the contestants in turns (A, B, C, A, B, C, ...), so that noise affects all equally.
 
     Each is first called twice, to warm up and to find how many calls take `least` seconds.
     `repeats` fixes that number, for contestants whose calls differ; each is then called `warm`
-    times.
+    times, all alike or by name.
     """
     turns: dict[str, int] = {}
     for name, call in contestants.items():
         took = seconds_of(call, setup)
         if repeats is None and took < 1:
             took = seconds_of(call, setup)
-        for _ in range(warm - 1):
+        for _ in range((warm if isinstance(warm, int) else warm[name]) - 1):
             call()
         turns[name] = repeats or math.ceil((0.001 if setup.small else least) / took)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}

@@ -1,4 +1,4 @@
-"""FedNest and FBO-AggITD written by hand for one network: a hidden layer x, a head y, cross-entropy.
+"""FedNest, FBO-AggITD and FedBiO written by hand for one network: a hidden layer x, a head y, cross-entropy.
 
 These are complete programs of an engineer who needs one algorithm on one task. Derivatives are written
 out, with residuals (probabilities minus labels) in closed form. Features are computed once per x and
@@ -23,7 +23,8 @@ from fedbilevel.tasks.task import Built
 class Complete:
     """The server and its clients, which have equally many samples.
 
-    `fednest` and `fbo_aggitd` run one outer iteration from (x, y), which are matrices.
+    `fednest` and `fbo_aggitd` run one outer iteration from (x, y), which are matrices, and `fedbio`
+    one from (x, y, u).
     """
 
     def __init__(
@@ -106,6 +107,27 @@ class Complete:
             x = x - lr * (h + gradients[0] - gradients[1])
         return x.mean(0)
 
+    def _directions(
+        self, images: Tensor, labels: Tensor, x: Tensor, y: Tensor, u: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return f_x - J u, g_y and H u - f_y of every client.
+
+        images, labels: five minibatches side by side, for f_x, J u, H u, f_y and g_y.
+        """
+        b = images.shape[1] // 5
+        features = _with_one(torch.bmm(images, x).relu_())
+        found = torch.bmm(features, y).softmax(2)
+        residuals, pairs = found - labels, slice(b, 3 * b)  # of J u and H u
+        along = _along(found[:, pairs], torch.bmm(features[:, pairs], u))
+        of_x, of_ju = residuals[:, :b], residuals[:, b : 2 * b]
+        direct = _back(of_x, y, features[:, :b])
+        implicit = _back(of_ju, u, features[:, b : 2 * b]) + _back(along[:, :b], y, features[:, b : 2 * b])
+        dx = torch.bmm(images[:, : 2 * b].mT, torch.cat([direct, implicit.neg_()], 1)).div_(b)
+        dy = torch.bmm(features[:, 4 * b :].mT, residuals[:, 4 * b :]).div_(b).add_(y, alpha=L2)
+        both = torch.cat([along[:, b:], residuals[:, 3 * b : 4 * b].neg()], 1)
+        du = torch.bmm(features[:, 2 * b : 4 * b].mT, both).div_(b).add_(u, alpha=L2)
+        return dx, dy, du
+
     # ---- the server -----------------------------------------------------------------------------------------------
 
     def fednest(self, calls: Sequence[Call], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,6 +156,23 @@ class Complete:
         assert z is not None
         return self._upper_round(steps, x, y, self._hypergradient(hyper.positions, x, y, z)), y
 
+    def fedbio(self, calls: Sequence[Call], x: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (call,) = calls
+        settings = self.algorithm
+        assert call.indices is not None  # by minibatch: (k, steps, b) in the order of the paper
+        g_y, f_x, f_y, j_u, h_u = call.indices
+        rows = torch.tensor(call.positions, device=x.device)[:, None]
+        x, y, u = (one.expand(len(call.positions), -1, -1) for one in (x, y, u))
+        for step in range(g_y.shape[1]):
+            drawn = [("val", f_x), ("train", j_u), ("train", h_u), ("val", f_y), ("train", g_y)]
+            images, labels = (
+                torch.cat([held[role][rows, index[:, step]] for role, index in drawn], 1)
+                for held in (self.images, self.labels)
+            )
+            dx, dy, du = self._directions(images, labels, x, y, u)
+            x, y, u = x - settings.lr_upper * dx, y - settings.lr_lower * dy, u - settings.lr_system * du
+        return x.mean(0), y.mean(0), u.mean(0)
+
 
 def as_vector(matrix: Tensor) -> Tensor:
     """Return x or y as the library's vector: weights, then biases."""
@@ -151,4 +190,4 @@ def _along(found: Tensor, change: Tensor) -> Tensor:
 
 def _back(residuals: Tensor, y: Tensor, features: Tensor) -> Tensor:
     """Return residuals of the scores as residuals of the hidden layer before its ReLU."""
-    return (residuals @ y[:-1].T) * (features[..., :-1] > 0)
+    return (residuals @ y[..., :-1, :].mT) * (features[..., :-1] > 0)

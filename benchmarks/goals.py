@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.clock import Row
@@ -35,15 +36,44 @@ class Goal(NamedTuple):
         return self.column != "times_ours" or any(row["what"] == "by hand, complete" for row in rows)
 
 
+class Overall(NamedTuple):
+    """A limit of one column of all rows of a section, such as the worst figure."""
+
+    text: str
+    file: str
+    section: str
+    column: str
+    most: float
+    of: Callable[[list[float]], float]
+
+    def found(self, files: Mapping[str, Mapping[str, Any]]) -> float | None:
+        """Return the measured figure, or None if no result has it."""
+        rows: list[Row] = files.get(self.file, {}).get(self.section, {}).get("rows", [])
+        values = [row[self.column] for row in rows if row.get(self.column) is not None]
+        return self.of(values) if values else None
+
+
 _AGGITD = "fbo_aggitd, cohort per iteration"
-GOALS = (
+_FEDBIO = "fedbio, cohort per iteration"
+GOALS: tuple[Goal | Overall, ...] = (
     Goal("FBO-AggITD in FedNest's setting, by default: times the program by hand, CPU", "cpu", "iteration", _AGGITD,
          "library", "times_ours", 1.3),
     Goal("the same on CUDA", "cuda", "iteration", _AGGITD, "library", "times_ours", 1.5),
     Goal("FedNest in its setting, by default: times the program by hand, CPU", "cpu", "iteration",
          "fednest, cohort per iteration", "library", "times_ours", 1.3),
+    Goal("FedBiO in the same setting, by default: times the program by hand, CPU", "cpu", "iteration", _FEDBIO,
+         "library", "times_ours", 1.3),
+    Goal("the same on CUDA", "cuda", "iteration", _FEDBIO, "library", "times_ours", 1.5),
+    Overall("every algorithm on CUDA, wall time / GPU time: worst", "busy-cuda", "busy", "ratio", 1.3, max),
+    Overall("the same: median", "busy-cuda", "busy", "ratio", 1.3, statistics.median),
     Goal("tiny problem, FedBiO, engine: times torch by hand", "cpu", "tiny", "fedbio", "engine", "ratio", 4.0),
     Goal("tiny problem, FBO-AggITD, engine: times torch by hand", "cpu", "tiny", "fbo_aggitd", "engine", "ratio", 4.0),
+    Goal("FedBiO, 1e9 parameters, 8 clients, bf16, one GPU: rows of y per client", "large-cuda", "large_models",
+         "1B, 8 clients, fedbio, bf16", "library, in turn", "y_rows", 6.0),
+    Goal("memory-mapped data: times the same run in memory, CPU", "cpu", "streaming", "fedbio", "memory-mapped",
+         "ratio", 1.3),
+    Goal("`fedbilevel --help`: seconds of the processor", "cpu", "startup", "start", "--help", "seconds", 0.3),
+    Goal("`fedbilevel list`: seconds of the processor", "cpu", "startup", "start", "list", "seconds", 0.3),
 )  # fmt: skip
 
 

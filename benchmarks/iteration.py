@@ -18,7 +18,9 @@ from benchmarks.floors import Floor, Network
 from benchmarks.problems import CLASSES, Images, mnist
 from benchmarks.published import Call, KeepingLoop, Loop, calls_of, flat
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
+from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fednest import FedNest
+from fedbilevel.engines.rounds import one_round
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation.algorithm import Cohort
 
@@ -26,23 +28,25 @@ TITLE = "One outer iteration in FedNest's published setting"
 ABOUT = """Hyper-representation on shards of MNIST: 100 clients of 480 training and 120 validation images, a tenth of
 them in a cohort, network 784-200-10, five local epochs of batch 64 on y (38 steps), one step on x, quantities outside
 local steps on all of a client's samples. FedNest: T = 1, N = 5, iterations in which two of the factors are drawn, the
-mean; FBO-AggITD: N = 5. Against a loop over clients with `torch.autograd` (`benchmarks/published.py`) that is given
-the same cohorts and minibatches: one cohort for the whole iteration, about as in the published code, which draws one
-for each level, or a new one for every factor of the series, which is the library's default (not on CUDA). A second
-loop keeps the features of samples while x stands still. `by hand, complete` is a program for this one network with
-derivatives written out and no loop over clients (`benchmarks/complete.py`). `library` is what users get by default,
-and `compiled` the strategy of that name. `differs` is how far the loop's x or that of the program by hand is from the
-library's at the end, relative to its norm, whichever is larger. The floor is that of the whole iteration: features
-once per x and cohort, then the products and gathers of every gradient and product that the algorithm asks for; pairs
-of gradients that cancel in a first local step count nothing. Aims: the loop takes at least 6 times as long as the
-library on two cores, the library at most 3 times as long as the floor (5 on CUDA). Goal: the library takes at most
-1.3 times as long as the program by hand (1.5 on CUDA)."""
+mean; FBO-AggITD: N = 5. FedBiO: five local steps, each with five minibatches of 64, without a loop. Against a loop
+over clients with `torch.autograd` (`benchmarks/published.py`) that is given the same cohorts and minibatches: one
+cohort for the whole iteration, about as in the published code, which draws one for each level, or a new one for every
+factor of the series, which is the library's default (not on CUDA). A second loop keeps the features of samples while x
+stands still. `by hand, complete` is a program for this one network with derivatives written out and no loop over
+clients (`benchmarks/complete.py`). `library` is what users get by default, and `compiled` the strategy of that name.
+`differs` is how far the loop's x or that of the program by hand is from the library's at the end, relative to its
+norm, whichever is larger. The floor is that of the whole iteration: features once per x and cohort, then the products
+and gathers of every gradient and product that the algorithm asks for; pairs of gradients that cancel in a first local
+step count nothing. Aims: the loop takes at least 6 times as long as the library on two cores, the library at most 3
+times as long as the floor (5 on CUDA). Goal: the library takes at most 1.3 times as long as the program by hand (1.5
+on CUDA)."""
 
 STEPS: dict[str, Any] = {"lr_lower": 0.33, "lr_upper": 0.5, "lr_system": 0.0035, "num_upper_steps": 1}
 MEAN_FACTORS = 2
-WARM_ON_CUDA = (
-    6  # there phases are captured, and compiled, at their third occurrence; the loop takes seconds per iteration
-)
+FEDBIO: dict[str, Any] = {"lr_lower": 0.1, "lr_upper": 0.1, "lr_system": 0.1, "num_local_steps": 5}
+WARM_ON_CUDA = 10  # there outer iterations are replayed from the sixth on
+LOOPS = ("autograd loop", "autograd loop, features kept")
+WARM_LOOPS = 2  # a loop has nothing to learn, and takes seconds per iteration
 BY_HAND = "by hand, complete"
 HEADINGS = {"times_ours": "x by hand"}
 WARM = 20  # iterations before timing, so that tracing, compilation and capture are done, as in a long run
@@ -54,11 +58,13 @@ class Case:
     def __init__(self, setup: Setup, name: str, images: Images, redraw: str = "per_factor", **options: Any) -> None:
         self.setup, self.name, self.images, self.redraw = setup, name, images, redraw
         tau, self.batch = (3, 4) if setup.small else (38, 64)
-        self.algorithm: Any = (
-            FedNest(num_lower_rounds=1, num_terms=5, num_local_steps=tau, **STEPS)
-            if name == "fednest"
-            else FBOAggITD(num_lower_rounds=2 if setup.small else 5, num_local_steps=tau, **STEPS)
-        )
+        many = 2 if setup.small else 5
+        makes: dict[str, Callable[[], Any]] = {
+            "fednest": lambda: FedNest(num_lower_rounds=1, num_terms=5, num_local_steps=tau, **STEPS),
+            "fbo_aggitd": lambda: FBOAggITD(num_lower_rounds=many, num_local_steps=tau, **STEPS),
+            "fedbio": lambda: FedBiO(**FEDBIO),
+        }
+        self.algorithm: Any = makes[name]()
         sizes = {"train": self.batch, "val": self.batch, "outside": None}
         self.cohort = Cohort(0.5 if setup.small else 0.1, redraw=redraw)
         self.options = {
@@ -89,7 +95,7 @@ class Case:
         return calls_of(self.simulation(), self.algorithm, iterations, self.batch)
 
     def ours(self, iterations: list[int], strategy: str = "auto") -> tuple[Callable[[], None], list[Any]]:
-        """A call that takes the next outer iteration, and where its state is found."""
+        """A call that takes the next outer iteration, and where its states are found, the newest first."""
         fed = self.simulation(strategy)
         fed.host.oracle.often = dict.fromkeys(
             fed.host.oracle.often, 2
@@ -98,21 +104,21 @@ class Case:
 
         def advance() -> None:
             fed.begin(next(following))
-            state[0] = self.algorithm.round(fed, state[0])
+            state.insert(0, one_round(fed, self.algorithm, state[0]))
 
         return advance, state
 
     def loop(
         self, plans: dict[int, list[Call]], kind: Callable[..., Any] = Loop, **options: Any
     ) -> tuple[Callable[[], None], list[Any]]:
-        """A call of a program of this kind, which is given the draws of the library, and its state."""
+        """A call of a program of this kind, which is given the draws of the library, and its states."""
         loop = kind(self.images.built, self.algorithm, device=self.setup.device, **options)
-        state, following = [(loop.x, loop.y)], iter(plans.values())
-        step = loop.fednest if self.name == "fednest" else loop.fbo_aggitd
+        start = (loop.x, loop.y, torch.zeros_like(loop.y)) if self.name == "fedbio" else (loop.x, loop.y)
+        state, following, step = [start], iter(plans.values()), getattr(loop, self.name)
 
         def advance() -> None:
             with torch.set_grad_enabled(kind is not Complete):
-                state[0] = step(next(following), *state[0])
+                state.insert(0, step(next(following), *state[0]))
 
         return advance, state
 
@@ -133,6 +139,9 @@ class Case:
                 known[id(images)] = network.features(images)
             return known[id(images)]
 
+        if self.name == "fedbio":
+            self._fedbio_steps(network, k)
+            return floor
         if self.name == "fednest":
             features = features_of(train)
             network.lower_gradient(features)
@@ -154,6 +163,24 @@ class Case:
         network.jacobian_product(features_of(train), train)
         return floor
 
+    def _fedbio_steps(self, network: Network, k: int) -> None:
+        """Products of FedBiO with a network per client: five minibatches, of which two are differentiated twice."""
+        floor, b, hidden, clients = network.floor, self.batch, network.hidden, self.images.built.clients
+        images = floor.full(len(clients) * len(clients[0]["train"]["label"]), network.pixels)
+        index = torch.randint(len(images), (k * 5 * b,), device=self.setup.device)
+        inner, heads, vectors = (
+            floor.full(k, rows, columns)
+            for rows, columns in ((network.pixels, hidden), (hidden, network.classes), (hidden, network.classes))
+        )
+        for _ in range(self.algorithm.num_local_steps):
+            some = floor.gather(images, index).view(k, 5 * b, network.pixels)
+            features = floor.mm(some, inner)
+            scores, along = floor.mm(features, heads), floor.mm(features[:, : 2 * b], vectors)
+            floor.mm(scores[:, : 2 * b], heads.mT)  # back to the features of f_x and J u,
+            back = floor.mm(along[:, :b], heads.mT)  # and along the change of the scores
+            floor.mm(some[:, : 2 * b].mT, torch.cat([back, back], 1))
+            floor.mm(features[:, : 3 * b].mT, scores[:, : 3 * b])
+
     def _local_steps(self, network: Network, features: torch.Tensor, k: int) -> None:
         floor, b, hidden = network.floor, self.batch, network.hidden
         index = torch.randint(len(features), (k * b,), device=self.setup.device)
@@ -167,37 +194,32 @@ class Case:
 def rows(setup: Setup) -> list[Row]:
     images = mnist(setup, 100)
     found: list[Row] = []
-    warm = 3 if setup.small else WARM_ON_CUDA if setup.cuda else WARM
-    redraws = ("per_iteration",) if setup.cuda else ("per_iteration", "per_factor")
-    for name, redraw in itertools.product(("fednest", "fbo_aggitd"), redraws):
-        case = Case(setup, name, images, redraw)
-        iterations = case.iterations(setup.rounds + warm)
-        ours, state = case.ours(iterations)
-        compiled = (
-            {} if setup.small else {"library, compiled": case.ours(iterations, "compiled")[0]}
-        )  # compiling takes seconds
-        plans = case.plans(iterations)
-        (loop, other), (keeping, _), (by_hand, last) = (
-            case.loop(plans, kind) for kind in (Loop, KeepingLoop, Complete)
-        )
-        contestants: dict[str, Callable[[], Any]] = {
-            "library": ours,
-            **compiled,
-            BY_HAND: by_hand,
-            "autograd loop, features kept": keeping,
-            "autograd loop": loop,
-            "floor": case.floor(),
-        }
-        timings = compare(contestants, setup, repeats=1, warm=warm)
-        x, x_loop, x_hand = state[0].x, flat(other[0][0]), as_vector(last[0][0])
-        differs = max(
-            float(torch.linalg.vector_norm(x - one) / torch.linalg.vector_norm(one)) for one in (x_loop, x_hand)
-        )
-        found += rows_of(
-            f"{name}, cohort {redraw.replace('_', ' ')}",
-            timings,
-            ours=BY_HAND,
-            differs=differs,
-            images=images.source,
-        )
+    for name, redraw in itertools.product(("fednest", "fbo_aggitd", "fedbio"), ("per_iteration", "per_factor")):
+        if redraw == "per_iteration" or not (setup.cuda or name == "fedbio"):
+            found += _rows(setup, Case(setup, name, images, redraw))
     return found
+
+
+def _rows(setup: Setup, case: Case) -> list[Row]:
+    warm = 3 if setup.small else WARM_ON_CUDA if setup.cuda else WARM
+    iterations = case.iterations(setup.rounds + warm)
+    ours, states = case.ours(iterations)
+    contestants: dict[str, Callable[[], Any]] = {"library": ours}
+    if not setup.small:  # compiling takes seconds
+        contestants["library, compiled"] = case.ours(iterations, "compiled")[0]
+    plans = case.plans(iterations)
+    programs: dict[str, list[Any]] = {}
+    contestants[BY_HAND], programs[BY_HAND] = case.loop(plans, Complete)
+    if case.name != "fedbio":
+        for what, kind in zip(LOOPS, (Loop, KeepingLoop), strict=True):
+            contestants[what], programs[what] = case.loop(plans, kind)
+    contestants["floor"] = case.floor()
+    times = {what: WARM_LOOPS if what in LOOPS else warm for what in contestants}
+    timings = compare(contestants, setup, repeats=1, warm=times)
+    differs = 0.0
+    for what, theirs in programs.items():
+        x = as_vector(theirs[0][0]) if what == BY_HAND else flat(theirs[0][0])
+        mine = states[-len(theirs)].x  # after as many outer iterations
+        differs = max(differs, float(torch.linalg.vector_norm(x - mine) / torch.linalg.vector_norm(x)))
+    name = f"{case.name}, cohort {case.redraw.replace('_', ' ')}"
+    return rows_of(name, timings, ours=BY_HAND, differs=differs, images=case.images.source)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from benchmarks.problems import L2
+from fedbilevel.algorithms.fedbio import PURPOSES
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation.algorithm import ServerAlgorithm, phase
 from fedbilevel.tasks.task import Built
@@ -25,7 +26,10 @@ Parameters = list[Tensor]
 
 
 class Call(NamedTuple):
-    """One phase: who takes part, and (k, steps, b) sample numbers where it takes minibatches."""
+    """One phase: who takes part, and (k, steps, b) sample numbers where it takes minibatches.
+
+    FedBiO takes five minibatches, whose sample numbers are stacked in front.
+    """
 
     name: str
     positions: list[int]
@@ -73,6 +77,10 @@ def watching(algorithm: Any, seen: list[tuple[str, Any]]) -> Any:
 def _indices(name: str, clients: Any, algorithm: Any, batch: int) -> Tensor | None:
     if name == "lower_steps":
         return clients.sample_indices("train", "zeta", range(algorithm.num_local_steps), batch)
+    if name == "local_steps":
+        steps, roles = range(algorithm.num_local_steps), ("train", "val", "val", "train", "train")
+        purposes = PURPOSES[algorithm.minibatches]
+        return torch.stack([clients.sample_indices(*one, steps, batch) for one in zip(roles, purposes, strict=True)])
     if name == "upper_steps":
         return clients.sample_indices("val", "xi", range(algorithm.num_upper_steps), batch)
     return None

@@ -16,6 +16,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     federation,
     footprint,
+    goals,
     growth,
     paths,
     peers,
@@ -25,6 +26,7 @@ from benchmarks import (
     results,
     soak,
     sockets,
+    streaming,
     tiny,
 )
 from benchmarks.clock import Setup, Timing, compare, rows_of
@@ -97,6 +99,36 @@ def test_programs_that_are_given_the_draws_go_where_the_library_goes(name, kind)
         )
         assert moved > 0.05
         assert apart < 1e-9
+
+
+def test_fedbio_by_hand_goes_where_the_library_goes():
+    case = Case(SMALL, "fedbio", problems.mnist(SMALL, 4), "per_iteration", dtype=torch.float64)
+    case.algorithm = dataclasses.replace(case.algorithm, lr_lower=0.5, lr_upper=0.5, lr_system=0.3)
+    iterations = case.iterations(3)
+    ours, states = case.ours(iterations)
+    by_hand, others = case.loop(case.plans(iterations), Complete, dtype=torch.float64)
+    for _ in iterations:
+        ours()
+        by_hand()
+    for mine, theirs, first in zip(states[0][:3], others[0], others[-1], strict=True):
+        moved = torch.linalg.vector_norm(as_vector(theirs - first))
+        assert float(moved) > 0.01
+        assert float(torch.linalg.vector_norm(mine - as_vector(theirs)) / moved) < 1e-9
+
+
+def test_streamed_data_give_the_numbers_of_data_in_memory():
+    mapped, held = streaming.rows(SMALL)
+    assert (mapped["what"], held["what"]) == (streaming.MAPPED, streaming.HELD)
+    assert mapped["differs"] < 1e-5  # float32; derivatives may be computed in other ways
+    assert held["ratio"] == 1
+
+
+def test_goals_take_the_worst_and_the_median_of_all_rows():
+    rows = [{"name": name, "what": "", "ratio": ratio} for name, ratio in (("a", 2.0), ("b", 5.0), ("c", None))]
+    found = {goal.text: goal.found({"busy-cuda": {"busy": {"rows": rows}}}) for goal in goals.GOALS}
+    assert found["every algorithm on CUDA, wall time / GPU time: worst"] == 5.0
+    assert found["the same: median"] == 3.5
+    assert sum(value is not None for value in found.values()) == 2
 
 
 @pytest.mark.parametrize("name", ["fedbio", "fbo_aggitd"])

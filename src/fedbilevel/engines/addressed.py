@@ -33,10 +33,11 @@ def rooms(data: ClientData, positions: Tensor) -> dict[str, int]:
     It is that of the largest client of all, halved while it is too large, so that few numbers fit
     all cohorts.
     """
-    found = {role: int(sizes.max()) for role, sizes in data.sizes.items()}
+    found = {}
     for role, sizes in data.sizes.items():
-        most = int(sizes[positions].max())
-        while not data.alike(role) and found[role] >= 2 * max(1, most):
+        found[role] = data.largest(role)
+        most = found[role] if data.alike(role) else int(sizes[positions].max())
+        while found[role] >= 2 * max(1, most):
             found[role] = -(-found[role] // 2)
     return found
 

@@ -35,8 +35,21 @@ Result = dict[str, Any]
 _TIMES = 3  # occurrences after which a phase is captured
 _REMEMBERED = 10_000  # phases whose occurrences are counted
 _FINITE = "finite"
-_POOLS: dict[torch.device, Any] = {}
 _MOST = 64  # captured phases that are kept: each holds memory
+
+
+class _Pool(NamedTuple):
+    """Memory that the graphs of a device share.
+
+    anchor: a graph that is never replayed. Without it the pool ends with its last other graph, and
+        while a tensor still lies in the pool, torch refuses to record into it again.
+    """
+
+    handle: Any
+    anchor: Any
+
+
+_POOLS: dict[torch.device, _Pool] = {}
 
 
 class _Captured(NamedTuple):
@@ -165,20 +178,35 @@ def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Resu
 
     All graphs of a device share memory: results are copied before the next replay.
     """
-    graph = torch.cuda.CUDAGraph()
     if device not in _POOLS:
-        _POOLS[device] = torch.cuda.graph_pool_handle()
+        _POOLS[device] = _new_pool(device)
+    graph = torch.cuda.CUDAGraph()
     try:
-        with (
-            torch.cuda.device(device),
-            torch.cuda.stream(torch.cuda.current_stream(device)),  # a failed capture does not leave its own stream
-            torch.cuda.graph(graph, pool=_POOLS[device]),
-        ):
+        with _recording(graph, _POOLS[device].handle, device):
             results = function()
     except BaseException:
         del _POOLS[device]  # the allocator still records to it
         raise
     return results, graph.replay
+
+
+def _new_pool(device: torch.device) -> _Pool:
+    pool = _Pool(torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph())
+    torch.zeros(1, device=device)  # a kernel is loaded before it is recorded
+    with _recording(pool.anchor, pool.handle, device):
+        torch.zeros(1, device=device)  # torch warns of a graph without a kernel
+    return pool
+
+
+@contextmanager
+def _recording(graph: Any, handle: Any, device: torch.device) -> Iterator[None]:
+    """Record into a graph; afterwards the stream is the present one, even if recording fails."""
+    with (
+        torch.cuda.device(device),
+        torch.cuda.stream(torch.cuda.current_stream(device)),
+        torch.cuda.graph(graph, pool=handle),
+    ):
+        yield
 
 
 @contextmanager

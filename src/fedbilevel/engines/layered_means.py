@@ -55,7 +55,8 @@ class LayeredMeans:
 
     def _counts(self, places: Tensor, times: Tensor) -> Tensor:
         """Return the weights in the cohort's mean of members, each drawn `times` times."""
-        return self._counts_of(times, self._sampler.member_weights, self.ids, places)
+        alike = self._sampler.counts(times)
+        return self._counts_of(times, self._sampler.member_weights, self.ids, places) if alike is None else alike
 
     def _layered_means(self, sent: Mapping[str, Encoded], places: Tensor, times: Tensor) -> dict[str, Tensor]:
         """Return means through the layer; rows are those of the clients in this process."""

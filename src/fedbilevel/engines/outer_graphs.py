@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines import cuda_graphs
-from fedbilevel.engines.addressed import NotCapturable, Partly
+from fedbilevel.engines.addressed import NotCapturable
 from fedbilevel.engines.arenas import Arena, Setting, Traced, distinct, form, off, reason, shown, unchanged
 from fedbilevel.engines.cuda_graphs import with_steps, without_steps
+from fedbilevel.engines.partly_paid import PartlyPaid
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.problem.layout import one_row
 
@@ -44,6 +45,8 @@ class _Graph:
     ints: Arena
     floats: Arena
     replay: Callable[[], None]
+    partly: PartlyPaid
+    same: dict[str, int]  # values of the new state that are inputs, by the place of the input
     on_trial: bool = True
 
 
@@ -94,6 +97,9 @@ class Iterations:
     def _book(self, script: Any, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> Any:
         """Repeat the bookkeeping of a recorded outer iteration; return what `_finished` needs."""
         raise NotImplementedError
+
+    def _settle(self, script: Any, results: Mapping[str, Tensor]) -> None:
+        """Add to the bookkeeping what only the replay knows."""
 
     def _finished(self, value: Any, booked: Any) -> Any:
         """Return a value of the new state that is no tensor."""
@@ -185,7 +191,8 @@ class Iterations:
         given = dict(enumerate(distinct({**state._asdict(), **self._extras()})))
         booked = self._book(graph.traced.script, walk, given, outputs)  # while the device computes
         flags = graph.traced.results["flags"].cpu()
-        self._pay(graph, walk, flags[1:])
+        graph.partly.pay(flags[1:], lambda where: self._payers(where, walk))
+        self._settle(graph.traced.script, graph.traced.results)
         if not bool(flags[0]):
             return self._run_again(graph, algorithm, state, before)
         self.replayed += 1
@@ -251,33 +258,17 @@ class Iterations:
             if not isinstance(value, Tensor):
                 new[name] = value
                 continue
-            same = [place for place, buffer in enumerate(graph.inputs) if unchanged(value, buffer)]
-            if same:
-                new[name] = given[same[0]]
+            if name in graph.same:
+                new[name] = given[graph.same[name]]
                 continue
             if id(value) not in copies:
                 copies[id(value)] = cuda_graphs.copied(traced.results[f"state.{name}"])
             new[name] = copies[id(value)]
         return new, copies
 
-    def _pay(self, graph: _Graph, walk: Any, flags: Tensor) -> None:
-        """Charge clients whose flags the replay has computed."""
-        sizes = [len(one.flags) for _, one in graph.traced.partly]
-        for (where, one), own in zip(graph.traced.partly, flags.split(sizes) if sizes else (), strict=True):
-            phase, positions = self._payers(where, walk)
-            self._charge(phase, positions[own], one)
-
     def _payers(self, where: Any, walk: Any) -> tuple[str, Tensor]:
         """Return the phase and the positions of the clients of a charge."""
         raise NotImplementedError
-
-    def _charge(self, phase: str, positions: Tensor, one: Partly) -> None:
-        ids, ledger = self.host.ids[positions], self.host.ledger
-        with ledger.during(phase):
-            for column in one.columns:
-                ledger.charge(column, ids)
-            size = self.host.data_of(one.role).sizes[one.role][positions] if one.size is None else one.size
-            ledger.charge("samples", ids, size)
 
     # ---- recording ------------------------------------------------------------------------------------------------
 
@@ -326,7 +317,9 @@ class Iterations:
 
             results, replay = cuda_graphs.recorded(last, host.device)
             kept[0].results = results
-            return _Graph(kept[0], inputs, ints, floats, replay)
+            same = {name: place for name, value in kept[0].state.items() if isinstance(value, Tensor)
+                    for place, buffer in enumerate(inputs) if unchanged(value, buffer)}  # fmt: skip
+            return _Graph(kept[0], inputs, ints, floats, replay, PartlyPaid(host, kept[0].partly), same)
         finally:
             for store, copied in zip(self._stores(), copies, strict=True):
                 store.restore(copied)

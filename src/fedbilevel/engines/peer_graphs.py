@@ -18,8 +18,10 @@ from fedbilevel.engines.outer_graphs import Iterations
 from fedbilevel.federation.clients import Bill
 from fedbilevel.federation.ledger import LOCAL
 from fedbilevel.federation.mixing import Mixing
+from fedbilevel.problem.fused_draws import is_cheap
 
 _WEIGHTS = "push_weights"
+_TOGETHER = 16  # steps of a network that are drawn together on a device
 
 
 @dataclass
@@ -48,20 +50,40 @@ class _Sent(NamedTuple):
 
 
 class _Links:
-    """A network that never repeats: its matrices are numbers that a replay reads."""
+    """A network that never repeats: its matrices are numbers that a replay reads, or draws itself."""
 
-    def __init__(self, links: Any, network: int, setting: Setting) -> None:
-        self._links, self._network, self._setting = links, network, setting
+    def __init__(self, links: Any, network: int, setting: Setting, peers: Tensor) -> None:
+        self._links, self._network, self._setting, self._peers = links, network, setting, peers
         self._first = setting.walk.networks[network][1]
+        self._blocks: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._is_there = links.there is not None and is_cheap(peers.device)
+        if self._is_there:
+            self._plain = setting.walk.mixing(network, 0)  # made by the first run, before anything is recorded
+            self._time = setting.number(lambda walk: walk.networks[network][1])
 
     def mixing(self, step: int) -> Any:
         where = _Sent(self._network, step - self._first)
+        if self._is_there:
+            return self._mixing_there(where)
         walk, floats, n = self._setting.walk, self._setting.floats, self._links.num_peers
         mixing = copy(walk.mixing(*where))
         receive = floats.take(walk, lambda walk: walk.mixing(*where).received_shares().flatten()).view(n, n)
         send = floats.take(walk, lambda walk: walk.mixing(*where).send).view(n, 1)
         mixing.place(receive, send)
         mixing.__dict__["sent"] = where
+        return mixing
+
+    def _mixing_there(self, where: _Sent) -> Any:
+        """Return an exchange whose links a replay draws; several steps are drawn together."""
+        block, place = divmod(where.step, _TOGETHER)
+        while len(self._blocks) <= block:
+            steps = torch.arange(_TOGETHER, device=self._peers.device) + (self._time + len(self._blocks) * _TOGETHER)
+            self._blocks.append(self._links.shares_there(self._links.there(self._peers, steps)))
+        links, receive, send = self._blocks[block]
+        mixing = copy(self._plain)
+        mixing.place(receive[place], None if send is None else send[place])
+        mixing.__dict__["sent"] = sent = links[place]
+        sent.is_drawn = True
         return mixing
 
     def __getattr__(self, name: str) -> Any:
@@ -158,6 +180,7 @@ class PeerIterations(Iterations):
             "number": setting.number(lambda walk: walk.iteration),
             "here": here,
             "ids": setting.ints.take(walk, lambda walk: host.ids),
+            "numbers": setting.ints.take(walk, lambda walk: torch.arange(host.num_clients)),
             "bill": Bill(),
             "partly": list[Partly](),
             "finite": [torch.ones((), dtype=torch.bool, device=host.device)],
@@ -165,9 +188,9 @@ class PeerIterations(Iterations):
         peers.call, ((_, peers.time), (_, peers.upper_time)) = 0, walk.networks
         peers.iteration, peers.push_weights, peers.ledger = trace["number"].view(()).double(), given[_WEIGHTS], notes
         if fed.links.period is None:
-            peers.links = _Links(fed.links, 0, setting)
+            peers.links = _Links(fed.links, 0, setting, trace["numbers"])
         if fed.upper_links is not None and fed.upper_links.period is None:
-            peers.upper_links = _Links(fed.upper_links, 1, setting)
+            peers.upper_links = _Links(fed.upper_links, 1, setting, trace["numbers"])
         ledger, host.ledger = host.ledger, notes
         try:
             with (
@@ -183,11 +206,12 @@ class PeerIterations(Iterations):
         results = {f"state.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
         finite = torch.stack(trace["finite"]).all()
         results["flags"] = torch.cat([finite.view(1), *(one.flags for one in trace["partly"])])
+        messages = _counted(notes, results)
         moves = *(now - walk.networks[i][1] for i, now in enumerate((peers.time, peers.upper_time))), peers.call
-        return Traced(values, (notes.charges, *moves), results, [(LOCAL, one) for one in trace["partly"]])
+        return Traced(values, (notes.charges, messages, *moves), results, [(LOCAL, one) for one in trace["partly"]])
 
     def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-        charges, time, upper_time, call = script
+        charges, _, time, upper_time, call = script
         for phase, name, given in charges:
             with self.host.ledger.during(phase):
                 known = (walk.mixing(*one).sent if isinstance(one, _Sent) else one for one in given)
@@ -196,5 +220,37 @@ class PeerIterations(Iterations):
         self.fed.upper_time += upper_time
         self.fed.call = call
 
+    def _settle(self, script: Any, results: Mapping[str, Tensor]) -> None:
+        for label, phase, floats, num_bytes in script[1]:
+            with self.host.ledger.during(phase):
+                self.host.ledger.charge_edges(results[label].cpu(), floats, num_bytes)
+
     def _payers(self, where: str, walk: Walk) -> tuple[str, Tensor]:
         return where, self.host.data.positions
+
+
+def _counted(notes: _Notes, results: dict[str, Tensor]) -> list[tuple[str, str, int, int]]:
+    """Move messages whose links the device draws from the notes to results: how many there are on each edge.
+
+    Notes that repeat are joined. Return the name of the result, the phase, floats and bytes of each
+    kind of message.
+    """
+    drawn: dict[tuple[str, int, int], list[Tensor]] = {}
+    rest: dict[Any, tuple[str, str, tuple[Any, ...], int]] = {}
+    for number, (phase, name, given) in enumerate(notes.charges):
+        if name == "charge_edges" and getattr(given[0], "is_drawn", False):
+            drawn.setdefault((phase, *given[1:]), []).append(given[0])
+            continue
+        repeats = name == "count_round" or (name == "charge_edges" and isinstance(given[0], Tensor))
+        key = (phase, name, *(id(one) if isinstance(one, Tensor) else one for one in given)) if repeats else number
+        rest[key] = (phase, name, given, rest[key][3] + 1 if key in rest else 1)
+    notes.charges = [
+        (phase, name, (*given, times) if times > 1 else given) for phase, name, given, times in rest.values()
+    ]
+    messages = []
+    for number, ((phase, floats, num_bytes), sent) in enumerate(drawn.items()):
+        label = f"sent.{number}"
+        times = torch.stack(sent).sum(0, dtype=torch.int64)
+        results[label] = times - torch.diag(times.diagonal())  # no peer sends to itself
+        messages.append((label, phase, floats, num_bytes))
+    return messages

@@ -60,6 +60,7 @@ class Server(LayeredMeans):
         self.layer, self.account = layer, layered.account_of(layer)
         self.ids, self.num_clients, self.ledger = ids, len(ids), ledger
         self.place_of = ids.argsort()  # by number
+        self._in_order = bool((self.place_of == torch.arange(len(ids))).all())
         self.cohort = cohort.checked()
         self._set_weights(weights)
         if algorithm.needs_everyone and (cohort.size(self.num_clients) < self.num_clients or cohort.replacement):
@@ -191,16 +192,7 @@ class Server(LayeredMeans):
             self._draw_cohort()
 
     def draw(self, purpose: str, high: int) -> int:
-        words = self.stream.integers(
-            purpose,
-            torch.tensor([SERVER]),
-            torch.tensor([high]),
-            iteration=self.iteration,
-            call=self.call,
-            steps=range(1),
-            width=1,
-        )
-        return int(words)
+        return self.stream.integer(purpose, SERVER, high, iteration=self.iteration, call=self.call)
 
     # ---- what the run loop uses -----------------------------------------------------------------------------------
 
@@ -273,8 +265,11 @@ class Server(LayeredMeans):
             self._positions, self._times = self._all_places
             return
         numbers, times = self._sampler.draw(self.stream, self.iteration, self._draws)
-        self._positions, sorting = self.place_of[numbers].sort()
-        self._times = times[sorting]
+        if self._in_order:
+            self._positions, self._times = numbers, times
+        else:
+            self._positions, sorting = self.place_of[numbers].sort()
+            self._times = times[sorting]
         if self._sampler.is_everyone:
             self._all_places = self._positions, self._times
 

@@ -13,7 +13,6 @@ from fedbilevel.engines.arenas import Setting, Traced
 from fedbilevel.engines.cuda_graphs import rooms_of
 from fedbilevel.engines.outer_graphs import Iterations
 from fedbilevel.engines.server_trace import Later, TracedServer, all_ones
-from fedbilevel.federation.algorithm import Kept
 
 
 class Members(NamedTuple):
@@ -112,31 +111,7 @@ class ServerIterations(Iterations):
         return server.traced(state)
 
     def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> Any:
-        calls, arrays = script
-        fed, ledger, later = self.fed, self.fed.ledger, dict[str, Kept]()
-        masks = {number: fed._held.mask(value) for number, value in inputs.items()}
-        for call in calls:
-            members = walk.cohorts[call.cohort]
-            places, ids = members.places, fed.ids[members.places]
-            fed.call += 1
-            with ledger.during(call.phase):
-                for array, floats, size in call.down:
-                    if array not in masks:
-                        masks[array] = torch.zeros(fed.num_clients, dtype=torch.bool)
-                    lacks = places[~masks[array][places]]
-                    ledger.charge_message("down", fed.ids[lacks], floats, size)
-                    masks[array][lacks] = True
-                call.bill.pay(self.host, members.positions)
-                later.update({name: fed._keep(name, places) for name in call.kept})
-                for floats, size in call.up:
-                    ledger.charge_message("up", ids, floats, size)
-                if call.up:
-                    ledger.count_round()
-            fed.num_answers = len(places)
-        for number, value in outputs.items():
-            if arrays.get(number) in masks:
-                fed._held.mask(value).copy_(masks[arrays[number]])
-        return later
+        return script.pay(walk, inputs, outputs)
 
     def _finished(self, value: Any, booked: Any) -> Any:
         return booked[value.name] if isinstance(value, Later) else value

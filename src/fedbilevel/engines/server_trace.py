@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,22 +15,10 @@ from torch import Tensor
 from fedbilevel.engines.addressed import Addressed, NotCapturable, Partly, Whereabouts
 from fedbilevel.engines.arenas import Setting, Traced
 from fedbilevel.engines.cuda_graphs import addressed
+from fedbilevel.engines.server_books import Book, Call
 from fedbilevel.federation.algorithm import Kept, Sparse
-from fedbilevel.federation.clients import Bill
 from fedbilevel.federation.store import ROOM, Store
 from fedbilevel.problem.layout import one_row
-
-
-@dataclass
-class Call:
-    """Bookkeeping of one call of a phase."""
-
-    phase: str
-    cohort: int
-    down: list[tuple[int, int, int]] = field(default_factory=list)  # array, floats, bytes of a float
-    up: list[tuple[int, int]] = field(default_factory=list)  # floats, bytes of a float
-    kept: list[str] = field(default_factory=list)
-    bill: Bill = field(default_factory=Bill)
 
 
 class Later(Kept):
@@ -110,6 +97,7 @@ class TracedServer:
         for value in given.values():
             if isinstance(value, Tensor):
                 self._array(value)
+        self._num_given = self._num_arrays
         self._calls: list[Call] = []
         self._finite: list[Tensor] = []
         self._partly: list[tuple[Any, Partly]] = []
@@ -284,7 +272,9 @@ class TracedServer:
         finite = torch.stack(self._finite).all()
         self._results["flags"] = torch.cat([finite.view(1), *(one.flags for _, one in self._partly)])
         arrays = {key: number for key, (number, _, _) in self._arrays.items()}
-        return Traced(values, (self._calls, arrays), self._results, self._partly, self._saved, self._fixed)
+        sizes = [len(one.places) for one in self.setting.walk.cohorts]
+        book = Book(self.fed, self._calls, arrays, self._num_given, sizes)
+        return Traced(values, book, self._results, self._partly, self._saved, self._fixed)
 
 
 def _portions(weights: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ between peers, to the current exchange. Computations of peers outside an exchang
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.columns import CALLS, COLUMNS
+from fedbilevel.federation.standing import Standing
 
 _MOST_OPEN = 64  # kinds of messages that are counted before they are added up,
 _OPEN_CELLS = 2**25  # and entries of their matrices
@@ -88,6 +89,8 @@ class Ledger:
         self._due: dict[int, tuple[Tensor, Counter[str]]] = {}
         # the same for charges that differ between clients: clients, column, charges of one time, their sum, times
         self._due_each: dict[tuple[int, int, str], tuple[Tensor, str, Tensor, int, list[int]]] = {}
+        # charges that recur, by id: what they are, and the clients of each time
+        self._recurring: dict[int, tuple[Standing, list[Sequence[np.ndarray]]]] = {}
         self.since: dict[str, Counter[str]] = {LOCAL: Counter()}  # by phase, since this ledger was made or loaded
         self._before: dict[str, Counter[str]] = {}  # by phase, as loaded
         self._phase = LOCAL
@@ -105,15 +108,21 @@ class Ledger:
                 np.add.at(self._columns[column].numpy(), clients, amount)
         for ids, column, each, _, (times,) in self._due_each.values():
             np.add.at(self._columns[column].numpy(), ids.cpu().numpy(), times * each.cpu().numpy())
-        self._due.clear()
-        self._due_each.clear()
+        for standing, all_times in self._recurring.values():
+            standing.settle(all_times, self._columns, self.num_clients)
+        self._forget()
         return self._columns
 
     @columns.setter
     def columns(self, columns: dict[str, Tensor]) -> None:
         self._columns = columns
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop charges that wait to be added to the columns."""
         self._due.clear()
         self._due_each.clear()
+        self._recurring.clear()
 
     @property
     def edges(self) -> dict[str, Tensor]:
@@ -150,9 +159,9 @@ class Ledger:
     def leave(self, before: str) -> None:
         self._phase = before
 
-    def count_round(self) -> None:
-        self.rounds += 1
-        self._add("rounds", 1)
+    def count_round(self, times: int = 1) -> None:
+        self.rounds += times
+        self._add("rounds", times)
 
     def _add(self, column: str, amount: int) -> None:
         self.since[self._phase][column] += amount
@@ -200,6 +209,29 @@ class Ledger:
         due[4][0] += times
         self._add(column, times * due[3])
 
+    def charge_standing(self, standing: Standing, groups: Sequence[np.ndarray]) -> None:
+        """Charge groups of clients what recurs; sums by phase are added by `add`.
+
+        groups: numbers of the clients by group; the arrays must not be changed later.
+        """
+        _, times = self._recurring.setdefault(id(standing), (standing, []))
+        times.append(groups)
+        if len(times) >= _MOST_DUE:
+            _ = self.columns
+
+    def charge_once(self, column: str, clients: np.ndarray, amounts: np.ndarray) -> None:
+        """Charge each of some different clients its own amount; sums by phase are added by `add`."""
+        self._columns[column].numpy()[clients] += amounts
+
+    def add(self, phase: str, amounts: Mapping[str, int]) -> None:
+        """Add sums over clients to the costs of a phase."""
+        since = self.since.get(phase)
+        if since is None:
+            since = self.since[phase] = Counter()
+        for column, amount in amounts.items():
+            if amount:
+                since[column] += amount
+
     def charge_message(self, direction: str, ids: Tensor, floats: int | Tensor, itemsize: int) -> None:
         if isinstance(floats, Tensor):
             self.charge(f"floats_{direction}", ids, floats)
@@ -207,12 +239,13 @@ class Ledger:
         else:
             self.charge_all(ids, {f"floats_{direction}": floats, f"bytes_{direction}": floats * itemsize})
 
-    def charge_edges(self, sent: Tensor, floats: int, num_bytes: int) -> None:
+    def charge_edges(self, sent: Tensor, floats: int, num_bytes: int, times: int = 1) -> None:
         """Charge messages, which are added up when `edges` is read.
 
         sent: matrix of messages; `sent[i, j]` is a message from i to j.
         floats: number of floats in each message.
         num_bytes: number of bytes in each message.
+        times: how often they are sent.
         """
         key = (id(sent), floats, num_bytes)
         known = self._open.get(key)
@@ -222,11 +255,10 @@ class Ledger:
             counts = sent.to("cpu", copy=True)  # the caller may change it later
             degrees = counts.sum(1, dtype=torch.int64)
             known = self._open[key] = _Sent(sent, sent._version, counts, degrees, int(degrees.sum()))
-        known.times += 1
-        self._add("floats_up", known.each * floats)
-        self._add("bytes_up", known.each * num_bytes)
-        self.columns["floats_up"] += known.degrees * floats
-        self.columns["bytes_up"] += known.degrees * num_bytes
+        known.times += times
+        for column, amount in (("floats_up", floats * times), ("bytes_up", num_bytes * times)):
+            self._add(column, known.each * amount)
+            self._columns[column] += known.degrees * amount
 
     def totals(self) -> Totals:
         edges = self.edges

@@ -22,6 +22,8 @@ class Links:
 
     period: int | None = None  # steps after which it repeats, if it does
     cycle: int | None = None  # steps that average exactly if they begin at a multiple of this number
+    # a function of the peers (n,) and of steps (b,), both on a device, that draws the links (b, n, n) there
+    there: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, num_peers: int, out: Callable[[int], Any], *, directed: bool, shares: str) -> None:
         self.num_peers, self.directed = num_peers, directed
@@ -53,6 +55,15 @@ class Links:
                 "directed, or fix it."
             )
         return links | torch.eye(self.num_peers, dtype=torch.bool)
+
+    def shares_there(self, edges: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return links, shares at receivers and shares at senders of several steps, where the edges are."""
+        n = self.num_peers
+        links = edges | torch.eye(n, dtype=torch.bool, device=edges.device)
+        if self.shares == "out_degree":
+            wide = links.double()
+            return links, wide.mT, wide.sum(2).reciprocal()[:, :, None]
+        return links, metropolis(links), None
 
     def mixing(self, step: int) -> Mixing:
         if self.period is None:

@@ -51,8 +51,11 @@ class Mixing:
         """Return the shares (n, n) of messages at their receivers, in float64."""
         return self._receive.to_dense() if self._receive.is_sparse else self._receive
 
-    def place(self, receive: Tensor, send: Tensor) -> None:
-        """Read the shares from these tensors on a device, where a captured exchange finds them."""
+    def place(self, receive: Tensor, send: Tensor | None) -> None:
+        """Read the shares from these tensors on a device, where a captured exchange finds them.
+
+        send: None divides nothing.
+        """
         self._on = {receive.device: (receive, send, None)}
 
     def __call__(self, rows: Tensor, receivers: Tensor | None = None, *, into: Tensor | None = None) -> Tensor:
@@ -133,14 +136,15 @@ def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def metropolis(adjacency: Tensor) -> Tensor:
-    """Return symmetric shares 1 / (1 + the larger degree of the two ends).
+    """Return symmetric shares 1 / (1 + the larger degree of the two ends), also of a stack of networks.
 
     The rest of the weight stays at the peer.
     """
-    links = adjacency.double().fill_diagonal_(0)
-    degrees = links.sum(1)
-    shares = links / (1 + torch.maximum(degrees[:, None], degrees[None, :]))
-    return shares + torch.diag(1 - shares.sum(1))
+    links = adjacency.double()
+    links.diagonal(dim1=-2, dim2=-1).zero_()
+    degrees = links.sum(-1)
+    shares = links / (1 + torch.maximum(degrees[..., :, None], degrees[..., None, :]))
+    return shares + torch.diag_embed(1 - shares.sum(-1))
 
 
 def fastest_mixing(adjacency: Tensor, *, num_steps: int = 400) -> Tensor:

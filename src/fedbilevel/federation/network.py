@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,6 +118,8 @@ class Network(Settings):
         links.period = (
             1 if self.kind in STATIC else max(1, (num_peers - 1).bit_length()) if self.kind == "exponential" else None
         )
+        if self.kind.startswith("random") and links.shares != "fastest":
+            links.there = self._drawn_there(num_peers)
         return links
 
     def describe(self) -> dict[str, Any]:
@@ -130,7 +133,7 @@ class Network(Settings):
                 (places, (places + 2 ** (step % hops)) % n), torch.tensor(True)
             )
         if self.kind.startswith("random"):
-            chances = self.lowest + (self.highest - self.lowest) * self._uniform("network/chances", range(1), n)[:, 0]
+            chances = self._chances(n)
             drawn: dict[int, Tensor] = {}
             last = -2
 
@@ -160,6 +163,25 @@ class Network(Settings):
             graph = nx.complete_graph(n) if self.kind == "complete" else nx.cycle_graph(n)
         fixed = torch.from_numpy(nx.to_numpy_array(graph, nodelist=range(n)) > 0)
         return lambda _step: fixed
+
+    def _chances(self, n: int) -> Tensor:
+        """Return the probabilities (n, n) of the edges of a random network."""
+        return self.lowest + (self.highest - self.lowest) * self._uniform("network/chances", range(1), n)[:, 0]
+
+    def _drawn_there(self, n: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function that draws the edges of several steps on a device, for captured outer iterations."""
+        bounds = cache(lambda device: (self._chances(n) * 2**32).to(device))  # words below them are edges
+
+        def draw(peers: Tensor, steps: Tensor) -> Tensor:
+            stream, size = Stream(self.seed), range(1)
+            words = [
+                stream.bits("network/edges", peers, iteration=step.view(1, 1, 1), call=0, steps=size, width=n)[:, 0]
+                for step in steps.split(1)
+            ]
+            edges = torch.stack(words) < bounds(peers.device)
+            return edges if self.kind == "random_directed" else edges.triu(1) | edges.triu(1).mT
+
+        return draw
 
     def _uniform(self, purpose: str, steps: range, n: int) -> Tensor:
         """Return (n, len(steps), n) numbers in [0, 1); row i is drawn for peer i."""

@@ -27,6 +27,8 @@ from torch import Tensor
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.problem.draws import SERVER, Stream
 
+_AHEAD = 2**14  # keys that are drawn at once for the cohorts of coming outer iterations
+
 
 class Sampler:
     """Sampler of the cohorts of one federation.
@@ -42,6 +44,9 @@ class Sampler:
         self.replacement = cohort.replacement
         self.equal = bool((weights == weights[0]).all())
         self._weights = self.member_weights = weights
+        self._once = torch.ones(self.size, dtype=torch.int64)
+        self._drawn: dict[tuple[Stream, int, int], Tensor] = {}  # cohorts of coming outer iterations
+        self._most_calls, self._last = 1, 0
         if self.replacement:
             if not self.equal:
                 self.member_weights = torch.ones_like(weights)
@@ -60,9 +65,9 @@ class Sampler:
         return not self.replacement and self.size == self.num_clients
 
     def draw(self, stream: Stream, iteration: int, call: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the clients in the cohort, and how often each was drawn.
+        """Return the sorted numbers of the clients in the cohort, and how often each was drawn.
 
-        The result depends on the arguments alone.
+        The result depends on the arguments alone. It must not be changed.
         """
         if self.replacement:
             words = _server_words(stream, "cohort", iteration, call, self.size)
@@ -70,10 +75,30 @@ class Sampler:
         if self.is_everyone:
             numbers = torch.arange(self.num_clients)
         elif self.equal:
-            numbers = stream.order("cohort", SERVER, self.num_clients, iteration=iteration, call=call, first=self.size)
+            numbers = self._ahead(stream, iteration, call)
         else:
-            numbers = torch.cat([self._always, self._systematic(stream, iteration, call)])
-        return numbers, torch.ones(self.size, dtype=torch.int64)
+            numbers = torch.cat([self._always, self._systematic(stream, iteration, call)]).sort()[0]
+        return numbers, self._once
+
+    def counts(self, times: Tensor) -> Tensor | None:
+        """Return the weights of the members, if they are the same for every cohort."""
+        return self.member_weights[: self.size] if self.equal and times is self._once else None
+
+    def _ahead(self, stream: Stream, iteration: int, call: int) -> Tensor:
+        """Return a cohort; all cohorts of a few outer iterations are drawn together."""
+        if (stream, iteration, call) not in self._drawn:
+            self._most_calls = max(self._most_calls, call)
+            room = max(1, _AHEAD // self.num_clients)
+            calls = range(1, self._most_calls + 1) if self._most_calls <= room else range(call, call + 1)
+            num = max(1, room // len(calls)) if iteration == self._last + 1 else 1
+            iterations = range(iteration, iteration + num)
+            orders = stream.orders(
+                "cohort", SERVER, self.num_clients, iterations=iterations, calls=calls, first=self.size
+            )
+            places = ((stream, when, draw) for when in iterations for draw in calls)
+            self._drawn = dict(zip(places, orders.sort(-1)[0].unbind(0), strict=True))
+        self._last = iteration
+        return self._drawn[stream, iteration, call]
 
     def _systematic(self, stream: Stream, iteration: int, call: int) -> Tensor:
         order = self._others[stream.order("cohort", SERVER, len(self._others), iteration=iteration, call=call)]

@@ -134,6 +134,7 @@ class ClientData:
         self.elsewhere = False  # whether only the device knows the clients at the positions
         self.room: Mapping[str, int] = {}  # by role: samples to which a captured batch is padded
         self._sizes = {role: sizes.to(self.device) for role, sizes in self.sizes.items()}
+        self._range = {role: (int(sizes.min()), int(sizes.max())) for role, sizes in self.sizes.items() if len(sizes)}
         self._alike: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # weights and counts of minibatches, by shape
 
     def part(self, role: str, picks: Sequence[Tensor], name: str) -> ClientData:
@@ -306,7 +307,12 @@ class ClientData:
 
     def alike(self, role: str) -> bool:
         """Return whether all clients have the same number of samples."""
-        return bool((self.sizes[role] == self.sizes[role][:1]).all())
+        least, most = self._range.get(role, (0, 0))
+        return least == most
+
+    def largest(self, role: str) -> int:
+        """Return the number of samples of the largest client."""
+        return self._range[role][1]
 
     @contextmanager
     def addressed(self, positions: Tensor, here: Tensor, rooms: Mapping[str, int]) -> Iterator[None]:

@@ -146,6 +146,12 @@ class Stream:
         self._check(iteration, call, steps)
         return self._drawn(purpose, ids, high, iteration, call, steps, width)
 
+    def integer(self, purpose: str, client: int, high: int, *, iteration: int, call: int) -> int:
+        """Return the first of `integers` for one client, without arrays."""
+        self._check(iteration, call, range(1))
+        key = (self.seed, zlib.crc32(purpose.encode()))
+        return int(philox(key, (0, call << 16, iteration, client))[0] * high >> 32)
+
     def epochs(
         self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int
     ) -> Tensor:
@@ -217,6 +223,18 @@ class Stream:
             return keys.argsort(stable=True)
         near = (keys <= keys.kthvalue(first).values).nonzero()[:, 0]  # one more than requested where the last is tied
         return near[keys[near].argsort(stable=True)[:first]]
+
+    def orders(self, purpose: str, client: int, num: int, *, iterations: range, calls: range, first: int) -> Tensor:
+        """Return `order` of every outer iteration and, within it, every call: one row each."""
+        self._check(iterations.stop - 1, calls.stop - 1, range(1))
+        if len(iterations) == len(calls) == 1:  # without a sort of everybody
+            return self.order(purpose, client, num, iteration=iterations[0], call=calls[0], first=first)[None]
+        when, call = (one.reshape(-1, 1) for one in np.meshgrid(np.array(iterations), np.array(calls), indexing="ij"))
+        blocks = np.arange(-(-2 * num // 4)).reshape(1, -1)
+        key = (self.seed, zlib.crc32(purpose.encode()))
+        words = np.stack(np.broadcast_arrays(*philox(key, (blocks, call << 16, when, np.array([[client]])))), -1)
+        pairs = torch.as_tensor(words).view(len(when), -1)[:, : 2 * num].reshape(len(when), num, 2)
+        return _keys(pairs).argsort(dim=-1, stable=True)[:, :first]
 
     def divided(self, purpose: str, client: int, num: int, share: float, *, least: int = 0) -> tuple[Tensor, Tensor]:
         """Divide range(num) at random; return the main part and the part of a given share, sorted.

@@ -66,6 +66,11 @@ def fused(
     return _launched(key, ids, high, when, call, steps, width) if _TRUSTED[ids.device] else None
 
 
+def is_cheap(device: torch.device) -> bool:
+    """Return whether a draw on the device is one kernel, or needs none; False until a draw has been tried."""
+    return device.type != "cuda" or _TRUSTED.get(device, False)
+
+
 def _is_right(key: tuple[int, int], device: torch.device, slow: Slow) -> bool:
     """Return whether the kernel gives the words of tensors, for large and small parts of an address."""
     ids = torch.tensor([0, 7, 2**31 + 5, 2**32 - 1], device=device)
