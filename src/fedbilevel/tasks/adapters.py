@@ -72,7 +72,7 @@ class Adapters(Task):
     heads: int = setting(2, "heads of attention; a divisor of width", least=1)
     context: int = setting(16, "symbols from which the next one is predicted, at most", least=1)
     num_pretraining: int = setting(300, "steps on public text before the model is frozen", least=0)
-    l2: float = setting(0.01, "weight of the squared distance of an own adapter from its start", above=0)
+    l2: float = setting(0.1, "weight of the squared distance of an own adapter from its start", above=0)
     data_seed: int = setting(0, "seed of the texts, of the model and of initial adapters", least=0)
 
     suggested = {
