@@ -35,6 +35,21 @@ def test_every_algorithm_file_states_reference_deviations_and_cost(name):
 
 
 SMALL = {  # few samples, and a lower level with one solution
+    "adapters": {
+        "num_clients": 2,
+        "num_symbols": 3,
+        "num_common": 2,
+        "num_own": 1,
+        "rank": 1,
+        "own_rank": 1,
+        "width": 4,
+        "context": 3,
+        "num_train": 3,
+        "num_val": 3,
+        "num_test": 3,
+        "num_pretraining": 5,
+        "l2": 1.0,
+    },
     "classification": {"num_clients": 2, "share": 0.05, "model": "linear", "weight_decay": 0.1},
     "data_cleaning": {"num_clients": 3, "num_clean": 4, "test_share": 0.8},
     "few_shot": {

@@ -25,6 +25,7 @@ STEPS = {"lr_upper": 0.05, "lr_lower": 0.1, "lr_system": 0.1, "num_local_steps":
 def test_there_are_enough_pairs_of_all_kinds():
     tasks = {pair.task.name() for pair in PAIRS.values()}
     without = {
+        "adapters",  # has rivals of its own, and minutes per search
         "influence",  # predicts removals and has nothing to optimise
         "classification",  # has one level but for a weight decay
         "few_shot_episodes",  # solves its heads in closed form

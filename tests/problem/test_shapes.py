@@ -20,6 +20,7 @@ from fedbilevel.data.folders import read_folder, write_folder
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.validation import away
+from fedbilevel.tasks.adapters import Adapters
 from fedbilevel.tasks.classification import Classification
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.few_shot import FewShot
@@ -45,6 +46,7 @@ FEW = {
     "num_clients": 2,
 }
 TASKS = {
+    "adapters": (Adapters(num_clients=3, num_train=4, num_val=5, num_test=6, context=6, num_pretraining=5), None),
     "classification": (Classification(num_clients=3, share=0.2, weight_decay=0.1), 10),
     "cleaning": (DataCleaning(num_clients=3), 10),
     "cleaning mlp": (DataCleaning(num_clients=3, model="mlp", num_hidden=4, data_seed=2), 10),
@@ -286,6 +288,9 @@ def test_a_run_on_folders_is_the_run_on_all_data(name, built, tmp_path):
 # ---- what only figures need ----------------------------------------------------------------------------------------
 
 FIGURES = {
+    "adapters": {
+        ("test",): {"test_accuracy", "test_loss", "test_accuracy_bottom_decile", "test_accuracy_mean_client"},
+    },
     "cleaning": {
         ("train", "wrong"): {"precision", "recall", "f1"},
         ("test",): {"test_accuracy"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -27,16 +27,19 @@ class BoundModule:
 
 
 class Frozen:
-    """Frozen parameters and buffers of a module, with one copy on the device and in the type of a run."""
+    """Frozen tensors, with one copy on the device and in the type of a run.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    held: a module, whose parameters and buffers they are, or the tensors by name.
+    """
+
+    def __init__(self, held: nn.Module | Tree) -> None:
+        self._held = held
         self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}  # by name: the original, its version, the copy
 
     def like(self, other: Tensor, trained: Collection[str]) -> dict[str, Tensor]:
         """Return all tensors that are not trained, on the device and in the type of another tensor."""
         found = {}
-        for name, value in (*self._module.named_parameters(), *self._module.named_buffers()):
+        for name, value in self._tensors():
             if name in trained:
                 continue
             dtype = other.dtype if value.is_floating_point() else value.dtype
@@ -47,6 +50,11 @@ class Frozen:
                     self._copies[name] = kept
             found[name] = kept[2]
         return found
+
+    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
+        if isinstance(self._held, nn.Module):
+            return *self._held.named_parameters(), *self._held.named_buffers()
+        return self._held.items()
 
 
 def _fits(copy: Tensor, other: Tensor, dtype: torch.dtype) -> bool:

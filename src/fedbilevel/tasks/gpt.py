@@ -15,6 +15,7 @@ BYTES = 256
 
 Weights = Mapping[str, Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Layer = Callable[[Tensor, str], Tensor]  # (inputs, name of a linear layer) -> outputs
 
 
 class Sized(Protocol):
@@ -66,17 +67,36 @@ def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1) @ v
 
 
-def entropy(y: Weights, text: Tensor, size: Sized, attention: Attention = causal) -> Tensor:
-    """Cross-entropy of every sample (n,): the mean over the bytes after the first one."""
-    tokens, following = text[:, :-1], text[:, 1:]
+def dense(y: Weights) -> Layer:
+    """Linear layers with the weights and biases of y."""
+    return lambda h, name: linear(h, y[f"{name}.weight"], y[f"{name}.bias"])
+
+
+def scores(
+    y: Weights, tokens: Tensor, size: Sized, attention: Attention = causal, layer: Layer | None = None
+) -> Tensor:
+    """Scores of every next token (n, positions, tokens).
+
+    layer: applies the linear layer with this name; None: as `dense`.
+    """
     n, t = tokens.shape
+    layer = layer or dense(y)
     norm = lambda h, name: layer_norm(h, (size.width,), y[f"{name}.weight"], y[f"{name}.bias"])
-    layer = lambda h, name: linear(h, y[f"{name}.weight"], y[f"{name}.bias"])
     h = embedding(tokens, y["bytes"]) + y["places"][:t]
     for i in range(size.layers):
         split = layer(norm(h, f"{i}.norm1"), f"{i}.qkv").view(n, t, 3, size.heads, -1)
         q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)
         h = h + layer(attention(q, k, v).transpose(1, 2).reshape(n, t, size.width), f"{i}.mixed")
         h = h + layer(gelu(layer(norm(h, f"{i}.norm2"), f"{i}.wide")), f"{i}.back")
-    scores = linear(norm(h, "norm"), y["head"])
-    return cross_entropy(scores.flatten(0, 1), following.flatten(), reduction="none").view(n, t).mean(1)
+    return linear(norm(h, "norm"), y["head"])
+
+
+def entropy(y: Weights, text: Tensor, size: Sized, attention: Attention = causal) -> Tensor:
+    """Cross-entropy of every sample (n,): the mean over the bytes after the first one."""
+    return following(scores(y, text[:, :-1], size, attention), text)
+
+
+def following(scores: Tensor, text: Tensor) -> Tensor:
+    """Cross-entropy of every sample (n,) from the scores of its tokens after the first one."""
+    n, t = text[:, 1:].shape
+    return cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten(), reduction="none").view(n, t).mean(1)
