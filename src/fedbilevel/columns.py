@@ -52,6 +52,7 @@ TERMS: dict[str, str] = {  # one sentence each, for tooltips of the report page 
     "train_accuracy": "Share of training samples that are classified correctly. Higher is better.",
     "val_accuracy": "Share of validation samples that are classified correctly. Higher is better.",
     "validation_accuracy": "Share of validation samples that are classified correctly. Higher is better.",
+    "validation_error": "Share of clean validation samples that are classified wrongly. Lower is better.",
     "query_accuracy": "Share of query samples of the few-shot tasks that are classified correctly. Higher is better.",
     "balanced_test_accuracy": "Mean over classes of the share of test samples classified correctly. Higher is better.",
     "rarest_test_accuracy": "Test accuracy on the rarest classes. Higher is better.",

@@ -58,6 +58,7 @@ def test_the_best_validation_accuracy_is_what_is_reported(tmp_path, monkeypatch)
     assert (one.iteration, one.validation_accuracy) == (seen["rows"][best]["iteration"], max(accuracies))
     assert one.test_accuracy == seen["rows"][best]["test_accuracy"]
     assert one.bottom_decile == seen["rows"][best]["test_accuracy_bottom_decile"]
+    assert one.curve[1:] == tuple(enumerate(accuracies, 1))
 
 
 def test_a_record_is_gone_on_with(tmp_path, monkeypatch):

@@ -221,12 +221,13 @@ def test_losses_and_accuracy_of_the_network_are_those_of_plain_numpy():
         name: 3 * leaf for name, leaf in built.problem.y0.items()
     }  # away from the start, where all classes are about equal
     x = torch.tensor(np.random.default_rng(1).standard_normal((3, 5)))
-    losses, right = {"train": [], "val": []}, 0
+    losses, right, missed = {"train": [], "val": []}, 0, 0
     for row, client in zip(x.numpy(), built.clients, strict=True):
         for role, collected in losses.items():
             s = scores(y, client[role]["image"].astype(float))
             entropy = np.log(np.exp(s).sum(1)) - s[np.arange(len(s)), client[role]["label"]]
             collected.append(np.mean(entropy / (1 + np.exp(-row)) if role == "train" else entropy))
+        missed += (scores(y, client["val"]["image"].astype(float)).argmax(1) != client["val"]["label"]).sum()
         right += (scores(y, client["test"]["image"].astype(float)).argmax(1) == client["test"]["label"]).sum()
     figures = fed.measure(x, torch.cat([leaf.double().flatten() for leaf in y.values()]))
     norm = sum(float((leaf.double() ** 2).sum()) for leaf in y.values())
@@ -234,6 +235,10 @@ def test_losses_and_accuracy_of_the_network_are_those_of_plain_numpy():
     assert figures["upper_loss"] == pytest.approx(np.mean(losses["val"]), rel=1e-12)
     assert figures["test_accuracy"] == pytest.approx(
         right / sum(len(client["test"]["label"]) for client in built.clients)
+    )
+    assert missed > 0
+    assert figures["validation_error"] == pytest.approx(
+        missed / sum(len(client["val"]["label"]) for client in built.clients)
     )
 
 

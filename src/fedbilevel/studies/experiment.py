@@ -3,6 +3,10 @@
 The file states the runs, the figures that the paper printed, and the last recorded results.
 
     title, source, about    name, place in the paper, and what differs here
+    [items."PAPER Figure N"]    a figure or table of a paper that this file reproduces: its panels and rows
+                            (by default all), the repetitions that it needs (by default three), and
+                            `differs`: in words, what is not as in the paper
+    [unobtainable]          figures or tables that cannot be reproduced: name = "reason"
     study                   module of fedbilevel.studies.kinds that runs a row
     repetitions             each with its own data and draws
     [figures]               columns of the table: name = "heading";

@@ -15,6 +15,8 @@ _TOP = {
     "title": "text",
     "source": "text",
     "about": "text",
+    "items": "table",
+    "unobtainable": "table",
     "extends": "text",
     "select": "table",
     "study": "text",
@@ -43,6 +45,7 @@ _ROW = {
     "paper": "table",
     "tuning": "text",
 }
+_ITEM = {"panels": "names", "rows": "names", "repetitions": "whole", "differs": "text"}
 _PLOT = {"x": "text", "y": "text", "log": "names", "kind": "text"}
 _VERDICT = {"rows": "names", "figure": "text"}
 _GOAL = {
@@ -66,6 +69,9 @@ def check_kinds(path: Path, content: Tree) -> None:
     """Check the types of all entries, and refuse unknown names."""
     _kinds(path, "", content, _TOP)
     _each(path, "figures", content.get("figures", {}), "text")
+    for name, one in content.get("items", {}).items():
+        _kinds(path, f"items.{name}", one, _ITEM)
+    _each(path, "unobtainable", content.get("unobtainable", {}), "text")
     _kinds(path, "plot", content.get("plot", {}), _PLOT)
     _kinds(path, "verdict", content.get("verdict", {}), _VERDICT)
     _kinds(path, "quick", content.get("quick", {}), _QUICK)
@@ -134,6 +140,9 @@ def check_names(path: Path, content: Tree) -> None:
             among(path, f"rows.{name}.paper.{panel}", figures, content["figures"])
     for key, names in (("panels", panels), ("rows", rows)):
         among(path, f"quick.{key}", quick.get(key, ()), names)
+    for name, one in content.get("items", {}).items():
+        among(path, f"items.{name}.panels", one.get("panels", ()), panels)
+        among(path, f"items.{name}.rows", one.get("rows", ()), rows)
     for part in ("tuned", "result"):
         among(path, part, content.get(part, ()), panels)
         for panel, given in content.get(part, {}).items():

@@ -68,7 +68,8 @@ PAPER = {
     "fedavg_plus": {"complete": (83.2, 74.3)},
     "clustered_fl": {"complete": (83.0, 74.6)},
     "pfedme": {"complete": (85.1, 79.0)},
-    "fedem": {"complete": (84.0, 75.4)},
+    "fedprox": {"complete": (82.9, 74.5)},
+    "fedem": {"complete": (84.0, 75.4), "erdos_renyi": (83.9, 75.7)},
 }
 NETWORKS = {  # the paper's FC, FixU, RandU, RandD
     "complete": Network(kind="complete"),
@@ -179,6 +180,7 @@ class MethodOutcome(NamedTuple):
     megabytes: float
     seconds: float
     accuracies: tuple[float, ...] = ()  # test accuracy of every client; empty in older records
+    curve: tuple[tuple[int, float], ...] = ()  # outer step and validation accuracy of every measurement
 
 
 class _Best:
@@ -292,6 +294,7 @@ def _run(
     return MethodOutcome(
         *label, best["iteration"], best["test_accuracy"], best["test_accuracy_bottom_decile"], best["stop_accuracy"],
         result.ledger["rounds"], result.rows[-1]["megabytes"], result.rows[-1]["seconds"], kept.accuracies,
+        tuple((row["iteration"] // every, row["stop_accuracy"]) for row in result.rows),
     )  # fmt: skip
 
 
@@ -305,7 +308,14 @@ def _opened(record: Path | None, about: Mapping[str, Any]) -> list[MethodOutcome
     try:
         before = json.loads(path.read_text())
         outcomes = [
-            MethodOutcome(**{**one, "accuracies": tuple(one.get("accuracies", ()))}) for one in before["outcomes"]
+            MethodOutcome(
+                **{
+                    **one,
+                    "accuracies": tuple(one.get("accuracies", ())),
+                    "curve": tuple((step, accuracy) for step, accuracy in one.get("curve", ())),
+                }
+            )
+            for one in before["outcomes"]
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): name another folder.") from error

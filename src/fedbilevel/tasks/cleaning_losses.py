@@ -65,9 +65,16 @@ def tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
     return {"right": right, "tested": torch.ones_like(right)}
 
 
+def validated(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+    wrong = scores(y, inputs(batch)).argmax(-1) != batch["label"]
+    return {"missed": wrong, "validated": torch.ones_like(wrong)}
+
+
 def metrics(sums: Any) -> dict[str, float]:
     """Divide sums over all clients, because a mean of the clients' ratios is a different figure."""
     accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if sums.get("tested") else {}
+    if sums.get("validated"):
+        accuracy["validation_error"] = sums["missed"] / sums["validated"]
     if "tp" not in sums:
         return accuracy
     flagged, wrong = sums["tp"] + sums["fp"], sums["tp"] + sums["fn"]

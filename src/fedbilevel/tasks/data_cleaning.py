@@ -210,6 +210,7 @@ class DataCleaning(Task):
             scopes=Scopes(upper="private"),
             features=None if random is None else (lambda x, batch: random(batch["image"])),
             statistics={
+                "val": cleaning_losses.validated,
                 **(
                     {"train": partial(cleaning_losses.flagged, num_classes if self.learn == "labels" else None)}
                     if marked

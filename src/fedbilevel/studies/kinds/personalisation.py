@@ -1,6 +1,7 @@
 """One method of personalisation on one network.
 
-The figures are mean and bottom-decile test accuracy at the best validation accuracy.
+The figures are mean and bottom-decile test accuracy at the best validation accuracy; the curve is
+the validation accuracy by outer step.
 
 task      settings of the task personalisation; repetition r uses its `repeated(r)`
 plan      settings shared by all methods (personalisation.PersonalisationPlan)
@@ -42,4 +43,5 @@ def run(
         progress=say,
     )
     figures = ("test_accuracy", "bottom_decile", "validation_accuracy", "rounds", "megabytes", "seconds")
-    return RowOutcome({name: float(getattr(one, name)) for name in figures}, [])
+    curve = [{"outer_steps": float(step), "validation_accuracy": accuracy} for step, accuracy in one.curve]
+    return RowOutcome({name: float(getattr(one, name)) for name in figures}, curve)
