@@ -10,7 +10,7 @@ import click
 from fedbilevel.cli import terminal
 from fedbilevel.cli.flags import jobs_option
 from fedbilevel.errors import SettingError
-from fedbilevel.report import seed_tables, tables
+from fedbilevel.report import budget_tables, seed_tables, tables
 from fedbilevel.runs.options import torch_device
 from fedbilevel.studies import experiment, pictures, reproduce, verdicts
 
@@ -52,8 +52,8 @@ def _parts(text: str) -> list[str]:
 @click.option(
     "--results",
     is_flag=True,
-    help="run nothing: print the recorded results of NAME or of all experiments as Markdown, and the rows with few "
-    "repetitions",
+    help="run nothing: print the recorded results of NAME or of all experiments as Markdown, and the rows that "
+    "diverged or have few repetitions",
 )
 def reproduce_command(
     name: str | None,
@@ -73,7 +73,7 @@ def reproduce_command(
     """
     if results:
         chosen = [experiment.read(one) for one in ([name] if name is not None else sorted(experiment.known()))]
-        for part in (*map(tables.recorded, chosen), seed_tables.table(chosen)):
+        for part in (*map(tables.recorded, chosen), budget_tables.table(chosen), seed_tables.table(chosen)):
             if part:
                 terminal.say(part)
         return

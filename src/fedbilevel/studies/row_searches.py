@@ -13,7 +13,6 @@ from typing import Any
 
 from fedbilevel import discovery
 from fedbilevel.errors import SettingError
-from fedbilevel.studies.ranges import steps_of
 
 
 class Grid:
@@ -116,19 +115,18 @@ def _value(values: Any, place: float) -> Any:
     return round(found) if values.get("whole") else float(f"{found:.3g}")
 
 
-def around(settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return ranges from 1/factor to factor times every step size of a row's algorithm.
-
-    A step that the row does not give has the algorithm's default.
-    """
+def own_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a row's algorithm by dotted name; what the row does not give has its default."""
     given = settings.get("algorithm", {})
     kind = discovery.algorithms().get(given.get("name", ""))
-    if kind is None:
-        return {}
-    defaults = {spec.name: spec.default for spec in dataclasses.fields(kind)}
-    steps = {name: given.get(name, defaults[name]) for name in steps_of(kind)}
+    defaults = {} if kind is None else {spec.name: spec.default for spec in dataclasses.fields(kind)}
+    return {f"algorithm.{name}": value for name, value in {**defaults, **given}.items()}
+
+
+def around(settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Return ranges from 1/factor to factor times every step size of a row's algorithm."""
     return {
-        f"algorithm.{name}": {"low": value / factor, "high": value * factor}
-        for name, value in steps.items()
-        if isinstance(value, int | float)
+        name: {"low": value / factor, "high": value * factor}
+        for name, value in own_values(settings).items()
+        if name.startswith("algorithm.lr_") and isinstance(value, int | float)
     }

@@ -33,6 +33,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -41,14 +42,14 @@ from typing import Any
 
 import tomlkit
 
-from fedbilevel.errors import ExperimentError, SettingError, UnknownNameError
+from fedbilevel.errors import ExperimentError, RecoveryWarning, SettingError, UnknownNameError
 from fedbilevel.studies.comparison import COSTS
 from fedbilevel.studies.experiment import Experiment, Job, merged
 from fedbilevel.studies.experiment import write as experiment_write
 from fedbilevel.studies.experiment_checks import Tree, among
 from fedbilevel.studies.provenance import commit
 from fedbilevel.studies.reproduce import Figure, Say, nested, reproduce, summary
-from fedbilevel.studies.row_searches import Grid, Hypercube, Optuna, around
+from fedbilevel.studies.row_searches import Grid, Hypercube, Optuna, around, own_values
 
 _KNOWN: dict[str, type] = {
     **dict.fromkeys(("minimise", "maximise", "otherwise", "panel", "search"), str),
@@ -110,7 +111,10 @@ def tune(
     spent = 0
     while spent < plan.get("max_rounds", math.inf) and (asked := search.ask(processes)):
         jobs = [_jobs(experiment, panel, row, values) for values in asked]
-        found = reproduce([job for some in jobs for job in some], folder, device=device, processes=processes, say=say)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecoveryWarning)  # the number of diverged trials says it
+            every = [job for some in jobs for job in some]
+            found = reproduce(every, folder, device=device, processes=processes, say=say)
         for values, some in zip(asked, jobs, strict=True):
             mine = [(job, content) for job, content in found if job in some]
             figures = summary(mine)[panel, some[0].row]
@@ -136,7 +140,8 @@ def _search(experiment: Experiment, panel: str, row: str, seed: int) -> Grid | H
     if all(isinstance(values, list) for values in ranges.values()):
         return Grid(ranges)
     if "search" in plan:
-        return Hypercube(ranges, _dotted(_start(experiment, panel, row)), plan.get("trials", 20), seed)
+        start = _start(experiment, panel, row)
+        return Hypercube(ranges, {**own_values(start), **_dotted(start)}, plan.get("trials", 20), seed)
     return Optuna(ranges, plan.get("trials", 20), seed)
 
 
