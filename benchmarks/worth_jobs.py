@@ -6,6 +6,7 @@ A job is one repetition of one row of one panel. Jobs with a result are skipped,
 resumes; jobs that run when the time is up are ended without a result. All rows of a repetition come
 before the next repetition, those that take longest first. A job that raises is reported at the end.
 Afterwards, `fedbilevel reproduce worth --out runs/worth --repetitions N --record` reads the results.
+With --tune the jobs are the trials of [tune]; afterwards, `fedbilevel tune NAME --out FOLDER` reads them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.studies.experiment import Job, read
 from fedbilevel.studies.reproduce import reproduce, results
+from fedbilevel.studies.tune import independent_jobs
 
 _LONG = ("learned", "doge", "guarded", "fine-tuned", "fedbabu", "self-tuned")  # rows that take longest
 
@@ -74,13 +76,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--panels", default="", help="comma-separated; by default all")
     parser.add_argument("--rows", default="", help="comma-separated; by default all")
     parser.add_argument("--repetitions", type=int, default=None)
+    parser.add_argument("--tune", action="store_true", help="run the trials of [tune] instead of the rows")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; processes share a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/worth"))
     given = parser.parse_args(arguments)
     panels, rows = ([one for one in text.split(",") if one] for text in (given.panels, given.rows))
-    jobs = read(given.experiment).jobs(panels=panels, rows=rows, repetitions=given.repetitions)
+    chosen = read(given.experiment)
+    if given.tune:
+        jobs = independent_jobs(chosen, panels, rows)
+    else:
+        jobs = chosen.jobs(panels=panels, rows=rows, repetitions=given.repetitions)
     found = run(jobs, given.out, processes=given.processes, limit=given.limit, device=given.device)
     for one in found:
         if one.error:

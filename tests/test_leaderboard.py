@@ -10,6 +10,7 @@ import tomllib
 
 import pytest
 
+from fedbilevel.studies import budgets
 from fedbilevel.studies.experiment import known, read
 from fedbilevel.studies.verdicts import half_width
 from support.browser import browser
@@ -86,14 +87,14 @@ def test_tuning_comes_from_the_search_or_says_that_there_was_none():
     table = read("aggitd-table2")
     entry = table.content["tuned"]["shards"]["aggitd-tau5"]
     budget = f"{entry['trials']} trials, {entry['rounds']} rounds"
-    assert leaderboard.tuning(table, "shards", "aggitd-tau5") == budget
-    assert leaderboard.tuning(table, "iid", "aggitd-tau5") == budget  # one search for both panels
-    assert "100 trials" in leaderboard.tuning(table, "shards", "adasimfbo")
-    assert leaderboard.tuning(read("aggitd-figure2"), "shards", "aggitd-tau5") == budget  # extends the table
-    assert leaderboard.tuning(read("adafbio-comparison"), "representation", "fedbio") == leaderboard.tuning(
+    assert budgets.tuning(table, "shards", "aggitd-tau5") == budget
+    assert budgets.tuning(table, "iid", "aggitd-tau5") == budget  # one search for both panels
+    assert "100 trials" in budgets.tuning(table, "shards", "adasimfbo")
+    assert budgets.tuning(read("aggitd-figure2"), "shards", "aggitd-tau5") == budget  # extends the table
+    assert budgets.tuning(read("adafbio-comparison"), "representation", "fedbio") == budgets.tuning(
         table, "shards", "fedbio"
     )
-    assert leaderboard.tuning(read("fedbioacc-figure1"), "rho04", "fedbio") == leaderboard.UNTUNED
+    assert budgets.tuning(read("fedbioacc-figure1"), "rho04", "fedbio") == budgets.UNTUNED
 
 
 def test_a_target_from_curves_is_what_three_quarters_of_the_rows_reach():

@@ -10,7 +10,6 @@ import functools
 import html
 import json
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,8 @@ from urllib.parse import quote
 import tomlkit
 
 from fedbilevel.columns import metric_and_value, rises
-from fedbilevel.studies.experiment import FILE, Experiment, known, read
+from fedbilevel.studies.budgets import tuning
+from fedbilevel.studies.experiment import Experiment, known, read
 from fedbilevel.studies.verdicts import half_width
 
 COSTS = {"rounds": "rounds", "megabytes": "MB", "calls": "oracle calls", "seconds": "seconds"}
@@ -34,7 +34,6 @@ HEADINGS = {
     "repetitions": "repetitions",
     "tuning": "tuning",
 }
-UNTUNED = "not tuned here"
 SHARE = 0.75  # of the rows of a panel reach a target that is taken from curves
 FIRST = "aggitd-table2/shards"  # the task that the page shows first
 
@@ -53,15 +52,6 @@ class Entry(NamedTuple):
     panel: str
     row: str
     cells: dict[str, Cell]
-
-
-_read = functools.cache(read)
-
-
-@functools.cache
-def _alone(path: Path) -> dict[str, Any]:
-    """Return the content of a file without the experiment that it extends."""
-    return tomllib.loads(path.read_text())
 
 
 @functools.cache
@@ -161,25 +151,6 @@ def _cell(figure: Mapping[str, Any] | None, *, percent: bool = False) -> Cell:
 
 def _digits(value: float, num: int) -> str:
     return f"{value:,.0f}" if 10**num <= abs(value) < 1e12 else f"{value:.{num}g}"
-
-
-def tuning(one: Experiment, panel: str, row: str) -> str:
-    """Return the budget of the search for the settings of a row, in this file or in the file that it starts from."""
-    content = one.content["rows"][row]
-    entry = one.content.get("tuned", {}).get(one.content.get("tune", {}).get("panel", panel), {}).get(row)
-    if entry is not None:
-        return f"{entry['trials']} trials, {entry['rounds']} rounds"
-    if "tuning" in content:
-        return str(content["tuning"])
-    if panel in content.get("from", {}):
-        name, other_panel, other_row = content["from"][panel].split(".")
-        return tuning(_read(one.path.parent.parent / name / FILE), other_panel, other_row)
-    own = _alone(one.path)
-    if "extends" in own:
-        base = _read(one.path.parent.parent / str(own["extends"]) / FILE)
-        if row in base.content["rows"] and "settings" not in own.get("rows", {}).get(row, {}):
-            return tuning(base, panel, row)
-    return "in its costs" if one.content["study"] == "worth" else UNTUNED
 
 
 def anchor(panel: str, row: str) -> str:

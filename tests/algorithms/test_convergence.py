@@ -11,6 +11,7 @@ from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbio_local import FedBiOLocal
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
+from fedbilevel.algorithms.fedmsa import FedMSA
 from fedbilevel.algorithms.shrofbo import ShroFBO
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.tasks.quadratic import Quadratic
@@ -22,6 +23,7 @@ EXACT = [
     SimFBO(**LR),
     ShroFBO(**LR),
     FedBiOAcc(**LR, num_local_steps=1, delta=10.0, offset=1e3),
+    FedMSA(**LR, num_local_steps=3),
     FedBiOLocal(**LR, num_local_steps=1, u="local"),
     CommFedBiO(**LR, compression="none", num_local_steps=1),
     FBOAggITD(**LR, num_lower_rounds=70, num_local_steps=1),

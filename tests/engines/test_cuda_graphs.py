@@ -37,10 +37,11 @@ ALONE = (
     "fedbioacc",
     "fedbioacc_local",
     "distbioacc",
+    "fedmsa",
     "local_bsgvrm",
     "newtonfbo",
     "self_tuned",
-)  # steps, memory or seeds depend on the outer iteration
+)  # scratch is used, or steps, memory or seeds depend on the outer iteration
 
 
 def run_again(function, _device):

@@ -17,7 +17,7 @@ from fedbilevel.errors import ExperimentError, FedBilevelError, SettingError, Un
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.report import tables
 from fedbilevel.runs.solve import solve
-from fedbilevel.studies import experiment, pictures, provenance, reproduce, tune
+from fedbilevel.studies import experiment, pictures, provenance, reproduce, row_searches, tune
 from fedbilevel.studies.experiment import Job
 from fedbilevel.studies.kinds import optimise
 from fedbilevel.tasks.quadratic import Quadratic
@@ -630,7 +630,7 @@ def test_what_is_wrong_in_a_search_is_named(small, tmp_path, old, new, named):
 
 
 def test_without_optuna_a_range_says_what_to_install(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "find_spec", lambda name: None)
+    monkeypatch.setattr(row_searches, "find_spec", lambda name: None)
     small.write_text(small.read_text().replace("[0.1, 0.3]", "{low = 0.1, high = 0.3}"))
     with pytest.raises(SettingError, match=r"pip install 'fedbilevel\[tune\]'"):
         tune.tune(experiment.read(small), tmp_path / "t", panel="one", row="fedbio")

@@ -10,7 +10,7 @@ import click
 from fedbilevel.cli import terminal
 from fedbilevel.cli.flags import jobs_option
 from fedbilevel.errors import SettingError
-from fedbilevel.report import goal_tables, item_tables, seed_tables, tables
+from fedbilevel.report import budget_tables, goal_tables, item_tables, seed_tables, tables
 from fedbilevel.runs.options import torch_device
 from fedbilevel.studies import experiment, pictures, reproduce, verdicts
 
@@ -53,7 +53,7 @@ def _parts(text: str) -> list[str]:
     "--results",
     is_flag=True,
     help="run nothing: print the state of the papers' items, the recorded results of NAME or of all experiments as "
-    "Markdown, their goals (met, not met or open), and the rows with few repetitions",
+    "Markdown, their goals (met, not met or open), and the rows that diverged or have few repetitions",
 )
 def reproduce_command(
     name: str | None,
@@ -73,8 +73,9 @@ def reproduce_command(
     """
     if results:
         chosen = [experiment.read(one) for one in ([name] if name is not None else sorted(experiment.known()))]
-        before, after = item_tables.table(chosen), (goal_tables.table(chosen), seed_tables.table(chosen))
-        for part in (before, *map(tables.recorded, chosen), *after):
+        after = (goal_tables, budget_tables, seed_tables)
+        parts = (item_tables.table(chosen), *map(tables.recorded, chosen), *(one.table(chosen) for one in after))
+        for part in parts:
             if part:
                 terminal.say(part)
         return

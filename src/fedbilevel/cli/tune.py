@@ -75,7 +75,7 @@ class TuneCommand(TaskCommand):
 @click.option(
     "--rows",
     default="",
-    help="of an experiment: tune only these rows (comma-separated list; default: the rows with ranges in [tune])",
+    help="of an experiment: tune only these rows (comma-separated list; default: the rows that [tune] declares)",
 )
 @click.option(
     "--write/--no-write",
@@ -203,14 +203,7 @@ def _tune_experiment(name: str, values: Mapping[str, Any]) -> None:
     torch_device(values["device"])
     found = experiment.read(name)
     panels, rows = ([part for part in values[key].split(",") if part] for key in ("panels", "rows"))
-    only = found.content.get("tune", {}).get("panel")
-    if only and panels not in ([], [only]):
-        raise SettingError(f"[tune] searches in the panel {only!r} alone, for all panels: omit --panels.")
-    places = found.places(panels=[only] if only else panels, rows=rows)
-    places = places if rows else [place for place in places if rows_of_experiments.ranges_of(found, *place)]
-    if not places:
-        raise SettingError(f"{found.path} declares no ranges: add [tune.ranges] or [tune.rows.ROW].")
-    for panel, row in places:
+    for panel, row in rows_of_experiments.places(found, panels, rows):
         with terminal.console.status("") as status:
             say = status.update if terminal.console.is_terminal else lambda _: None
             best = rows_of_experiments.tune(

@@ -13,6 +13,8 @@ from rich.text import Text
 
 from fedbilevel.escapes import printable
 from fedbilevel.peers.collect import Removal
+from fedbilevel.studies.budgets import NO_SEARCH
+from fedbilevel.studies.budgets import tuning as tuning_of
 from fedbilevel.studies.comparison import Comparison, Spread
 from fedbilevel.studies.experiment import Experiment
 from fedbilevel.studies.influence.result import PAPER, Instance, Study
@@ -214,13 +216,16 @@ def panel_table(experiment: Experiment, panel: str) -> list[str]:
     rows = {row: result[row] for row in experiment.content["rows"] if row in result}
     found = verdicts(experiment, recorded_values(experiment))
     chosen = _judges(experiment, panel, found)
+    budgets = {row: tuning_of(experiment, panel, row) for row in rows}
+    searched = not {*budgets.values()} <= {*NO_SEARCH}
     headings = [*experiment.figures.values(), *(_against(experiment, one) for one in chosen), "repetitions"]
+    headings += ["tuning"] * searched
     lines = ["| | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]
     for row, entry in rows.items():
         own = {**entry["figures"], "repetitions": {"mean": 1.0, "deviation": 0.0, "runs": entry["repetitions"]}}
         figures, theirs = {name: Figure(**value) for name, value in own.items()}, experiment.paper(panel, row)
         cells = [_beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()]
-        words = [*_words(found, panel, row, chosen), str(entry["repetitions"])]
+        words = [*_words(found, panel, row, chosen), str(entry["repetitions"]), *[budgets[row]] * searched]
         lines.append("| " + " | ".join([experiment.row_title(row), *cells, *words]) + " |")
     return lines
 

@@ -27,7 +27,7 @@ The file states the runs, the figures that the paper printed, and the last recor
     [quick]                 smaller values for --quick: repetitions, rows, panels, settings
                             (of an algorithm: only settings that the row has)
     [tune]                  ranges that `fedbilevel tune` searches
-    [tuned.P.R]             written by tune: best settings, their figure, trials, commit, time
+    [tuned.P.R]             written by tune: best settings, their figure, the budget, commit, time
     [result.P.R]            written by `fedbilevel reproduce --record`: figures, commit, machine,
                             time, and a digest of the settings
 
@@ -104,10 +104,10 @@ class Experiment:
     def paper(self, panel: str, row: str) -> dict[str, float]:
         return dict(self.content["rows"][row].get("paper", {}).get(panel, {}))
 
-    def settings(self, panel: str, row: str, *, quick: bool = False) -> Tree:
+    def settings(self, panel: str, row: str, *, quick: bool = False, with_tuned: bool = True) -> Tree:
         one, small = self.content["rows"][row], self.content.get("quick", {}).get("settings", {}) if quick else {}
         panels, searched = self.content["panels"], self.content.get("tune", {}).get("panel", panel)
-        tuned = self.content.get("tuned", {}).get(searched, {}).get(row, {})
+        tuned = self.content.get("tuned", {}).get(searched, {}).get(row, {}) if with_tuned else {}
         borrowed = {"settings": self._borrowed(one.get("from", {}).get(panel))}
         layers = (
             self.content,

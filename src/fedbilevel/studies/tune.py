@@ -11,46 +11,60 @@
     max_rounds                      rounds of communication of all trials of one row, from the
                                     ledger; no trial starts after them
     trials                          trials of a search over ranges; a grid tries all combinations
+    search = "hypercube"            every row has the same trials, which are independent of each other
+                                    (studies/row_searches.py)
+    factor                          search every step size of a row's algorithm from 1/factor to factor
+                                    times its value, without a range for it
+    only                            the rows that are searched; by default all rows with ranges
     [tune.settings]                 merged into every trial, e.g. fewer rounds
     [tune.ranges]                   "algorithm.lr_lower" = [0.1, 0.3, 1.0], or
                                     {low = 0.01, high = 1.0}, on a logarithmic scale unless
                                     linear = true
     [tune.rows.R]                   ranges of one row; they replace or extend [tune.ranges]
 
-The best settings are written to [tuned.P.R], with their figure, the numbers of trials and rounds,
-the commit and the time. They replace those of the row. If all ranges are lists, the search is a
-grid. Otherwise it uses Optuna (an extra: pip install 'fedbilevel[tune]').
+The best settings are written to [tuned.P.R], with their figure, the budget, the number of diverged
+trials, the commit and the time. They replace those of the row; if all trials diverged, the row
+keeps its own. If all ranges are lists, the search is a grid. Otherwise it is the hypercube, or it
+uses Optuna (an extra: pip install 'fedbilevel[tune]').
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
-from fedbilevel.errors import ExperimentError, SettingError, UnknownNameError
+from fedbilevel.errors import ExperimentError, RecoveryWarning, SettingError, UnknownNameError
 from fedbilevel.studies.comparison import COSTS
 from fedbilevel.studies.experiment import Experiment, Job, merged
 from fedbilevel.studies.experiment import write as experiment_write
-from fedbilevel.studies.experiment_checks import Tree
+from fedbilevel.studies.experiment_checks import Tree, among
 from fedbilevel.studies.provenance import commit
 from fedbilevel.studies.reproduce import Figure, Say, nested, reproduce, summary
+from fedbilevel.studies.row_searches import Grid, Hypercube, Optuna, around, own_values
 
 _KNOWN: dict[str, type] = {
-    **dict.fromkeys(("minimise", "maximise", "otherwise", "panel"), str),
+    **dict.fromkeys(("minimise", "maximise", "otherwise", "panel", "search"), str),
     **dict.fromkeys(("repetitions", "first_repetition", "max_rounds", "trials"), int),
     **dict.fromkeys(("settings", "ranges", "rows"), dict),
+    "factor": float,
+    "only": list,
 }
-_WORDS = {str: "a name", int: "a whole number, at least 1", dict: "a table"}
+_WORDS = {
+    str: "a name",
+    int: "a whole number, at least 1",
+    dict: "a table",
+    float: "a decimal number above 1",
+    list: "a list of rows",
+}
 _RANGE = ("low", "high", "linear", "whole")
 
 
@@ -68,10 +82,16 @@ class Chosen:
     row: str
     trials: list[Trial]
     rounds: int  # of communication, in all trials
+    trial_rounds: int | None  # at most, in one run of a trial; None if runs end by outer iterations
+    seed: int
 
     @property
     def best(self) -> Trial:
         return min(self.trials, key=lambda trial: trial.score)
+
+    @property
+    def diverged(self) -> int:
+        return sum("diverged" in trial.figures for trial in self.trials)
 
 
 def tune(
@@ -86,29 +106,15 @@ def tune(
     say: Say = lambda _: None,
 ) -> Chosen:
     """Run trials of one row in one panel; trials with results in the folder are not repeated."""
-    plan, ranges = _plan(experiment), ranges_of(experiment, panel, row)
-    if not ranges:
-        raise ExperimentError(
-            f"{experiment.path} declares no ranges for the row {row!r}: "
-            f"add [tune.rows.{row}], or give it values of what is in [tune.ranges]."
-        )
-    start = merged(experiment.settings(panel, row), plan.get("settings", {}))
-    search = (
-        _Grid(ranges)
-        if all(isinstance(values, list) for values in ranges.values())
-        else _Optuna(ranges, plan.get("trials", 20), seed)
-    )
-    first = plan.get("first_repetition", 100)
-    repetitions = range(first, first + plan.get("repetitions", 1))
-    study = experiment.content["rows"][row].get("study", experiment.content["study"])
+    plan, search = _plan(experiment), _search(experiment, panel, row, seed)
     trials: list[Trial] = []
     spent = 0
     while spent < plan.get("max_rounds", math.inf) and (asked := search.ask(processes)):
-        jobs = [
-            [Job(panel, _label(row, values), r, study, merged(start, _nested(values))) for r in repetitions]
-            for values in asked
-        ]
-        found = reproduce([job for some in jobs for job in some], folder, device=device, processes=processes, say=say)
+        jobs = [_jobs(experiment, panel, row, values) for values in asked]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecoveryWarning)  # the number of diverged trials says it
+            every = [job for some in jobs for job in some]
+            found = reproduce(every, folder, device=device, processes=processes, say=say)
         for values, some in zip(asked, jobs, strict=True):
             mine = [(job, content) for job, content in found if job in some]
             figures = summary(mine)[panel, some[0].row]
@@ -121,7 +127,67 @@ def tune(
             shown = ", ".join(f"{name} = {value}" for name, value in values.items())
             say(f"{panel}, {row}: trial {len(trials)}, {shown}")
         _check_figures(plan, trials)
-    return Chosen(panel, row, trials, spent)
+    return Chosen(panel, row, trials, spent, _start(experiment, panel, row).get("num_rounds"), seed)
+
+
+def _search(experiment: Experiment, panel: str, row: str, seed: int) -> Grid | Hypercube | Optuna:
+    plan, ranges = _plan(experiment), ranges_of(experiment, panel, row)
+    if not ranges:
+        raise ExperimentError(
+            f"{experiment.path} declares no ranges for the row {row!r}: "
+            f"add [tune.rows.{row}], or give it values of what is in [tune.ranges]."
+        )
+    if all(isinstance(values, list) for values in ranges.values()):
+        return Grid(ranges)
+    if "search" in plan:
+        start = _start(experiment, panel, row)
+        return Hypercube(ranges, {**own_values(start), **_dotted(start)}, plan.get("trials", 20), seed)
+    return Optuna(ranges, plan.get("trials", 20), seed)
+
+
+def _start(experiment: Experiment, panel: str, row: str) -> Tree:
+    """Return the settings that all trials of a row share, without those of an earlier search."""
+    return merged(experiment.settings(panel, row, with_tuned=False), _plan(experiment).get("settings", {}))
+
+
+def _jobs(experiment: Experiment, panel: str, row: str, values: Mapping[str, Any]) -> list[Job]:
+    """Return the runs of one trial."""
+    plan, settings = _plan(experiment), merged(_start(experiment, panel, row), _nested(values))
+    first, study = plan.get("first_repetition", 100), experiment.content["rows"][row].get("study")
+    return [
+        Job(panel, _label(row, values), r, study or experiment.content["study"], settings)
+        for r in range(first, first + plan.get("repetitions", 1))
+    ]
+
+
+def places(experiment: Experiment, panels: Sequence[str] = (), rows: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Return pairs (panel, row) to search: the given ones, or all that [tune] declares."""
+    plan = _plan(experiment)
+    only = plan.get("panel")
+    if only and list(panels) not in ([], [only]):
+        raise SettingError(f"[tune] searches in the panel {only!r} alone, for all panels: omit --panels.")
+    found = experiment.places(panels=[only] if only else panels, rows=rows or plan.get("only", ()))
+    found = found if rows else [place for place in found if ranges_of(experiment, *place)]
+    if not found:
+        raise SettingError(f"{experiment.path} declares no ranges: add [tune.ranges] or [tune.rows.ROW].")
+    return found
+
+
+def independent_jobs(
+    experiment: Experiment, panels: Sequence[str] = (), rows: Sequence[str] = (), seed: int = 0
+) -> list[Job]:
+    """Return the runs of all trials, for searches whose trials do not depend on each other."""
+    found: list[Job] = []
+    for place in places(experiment, panels, rows):
+        search = _search(experiment, *place, seed)
+        if isinstance(search, Optuna):
+            raise ExperimentError(
+                f"the trials of {place[1]} in {experiment.path} depend on each other: "
+                'add search = "hypercube" to [tune], or use fedbilevel tune.'
+            )
+        while asked := search.ask(1):
+            found += _jobs(experiment, *place, asked[0])
+    return found
 
 
 def _check_figures(plan: Tree, trials: Sequence[Trial]) -> None:
@@ -136,8 +202,10 @@ def _check_figures(plan: Tree, trials: Sequence[Trial]) -> None:
 
 def ranges_of(experiment: Experiment, panel: str, row: str) -> dict[str, Any]:
     """Return the ranges of the row, and the ranges of all rows for settings that this row has."""
-    plan, has = _plan(experiment), _dotted(experiment.settings(panel, row))
+    plan, settings = _plan(experiment), experiment.settings(panel, row, with_tuned=False)
+    has = _dotted(settings)
     return {
+        **(around(settings, plan["factor"]) if "factor" in plan else {}),
         **{name: values for name, values in plan.get("ranges", {}).items() if name in has},
         **plan.get("rows", {}).get(row, {}),
     }
@@ -149,77 +217,22 @@ def write(experiment: Experiment, chosen: Chosen) -> None:
     plan = _plan(experiment)
     figure = plan.get("minimise", plan.get("maximise"))
     entry = tomlkit.table()
-    entry["settings"] = _inline(_nested(chosen.best.values))
+    failed = chosen.diverged == len(chosen.trials)
+    entry["settings"] = _inline({} if failed else _nested(chosen.best.values))
     entry["figure"] = figure
     if figure in chosen.best.figures:
         entry["reached"] = chosen.best.figures[figure]
-    entry["trials"], entry["rounds"] = len(chosen.trials), chosen.rounds
+    if plan.get("otherwise") in chosen.best.figures:
+        entry["otherwise"] = chosen.best.figures[plan["otherwise"]]
+    entry["trials"], entry["diverged"], entry["rounds"] = len(chosen.trials), chosen.diverged, chosen.rounds
+    if chosen.trial_rounds is not None:
+        entry["trial_rounds"] = chosen.trial_rounds
+    first = plan.get("first_repetition", 100)
+    entry["repetitions"] = list(range(first, first + plan.get("repetitions", 1)))
+    entry["seed"] = chosen.seed
     entry["commit"], entry["time"] = commit(), datetime.now(UTC).isoformat(timespec="seconds")
     nested(document, "tuned", chosen.panel)[chosen.row] = entry
     experiment_write(experiment, "tuned", document)
-
-
-class _Grid:
-    """A search over all combinations of the values, in the order of the lists."""
-
-    def __init__(self, ranges: Mapping[str, list[Any]]) -> None:
-        self.left: Iterator[tuple[Any, ...]] = itertools.product(*ranges.values())
-        self.names = list(ranges)
-
-    def ask(self, number: int) -> list[dict[str, Any]]:
-        return [dict(zip(self.names, values, strict=True)) for values in itertools.islice(self.left, number)]
-
-    def tell(self, values: Mapping[str, Any], score: tuple[int, float, float]) -> None:
-        """Ignore the score, because a grid does not depend on it."""
-
-
-class _Optuna:
-    """A search by a tree-structured Parzen estimator with a fixed seed.
-
-    The same scores and the same number of processes give the same trials.
-    """
-
-    def __init__(self, ranges: Mapping[str, Any], num_trials: int, seed: int) -> None:
-        if find_spec("optuna") is None:
-            raise SettingError(
-                "a search over ranges needs Optuna, which is not installed: "
-                "pip install 'fedbilevel[tune]', or give lists of values."
-            )
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.study = optuna.create_study(
-            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(5, num_trials // 3))
-        )
-        self.space = {name: _distribution(optuna.distributions, name, values) for name, values in ranges.items()}
-        self.left, self.open = num_trials, dict[str, list[Any]]()
-
-    def ask(self, number: int) -> list[dict[str, Any]]:
-        number = min(number, self.left)
-        self.left -= number
-        asked = []
-        for _ in range(number):
-            trial = self.study.ask(self.space)
-            values = {
-                name: float(f"{value:.3g}") if isinstance(value, float) else value
-                for name, value in trial.params.items()
-            }
-            self.open.setdefault(json.dumps(values), []).append(trial)  # rounded values may repeat
-            asked.append(values)
-        return asked
-
-    def tell(self, values: Mapping[str, Any], score: tuple[int, float, float]) -> None:
-        missing, figure, other = score
-        self.study.tell(
-            self.open[json.dumps(values)].pop(), figure if not missing else 1e9 * missing + math.tanh(other)
-        )
-
-
-def _distribution(kinds: Any, name: str, values: Any) -> Any:
-    if isinstance(values, list):
-        return kinds.CategoricalDistribution(values)
-    kind = kinds.IntDistribution if values.get("whole") else kinds.FloatDistribution
-    return kind(values["low"], values["high"], log=not values.get("linear", False))
 
 
 def _check_range(name: str, values: Any) -> None:
@@ -244,13 +257,20 @@ def _check_range(name: str, values: Any) -> None:
         )
 
 
+def _narrow(name: str, value: Any) -> bool:
+    return name == "factor" and value <= 1
+
+
 def _plan(experiment: Experiment) -> Tree:
     plan: Tree = experiment.content.get("tune", {})
     for name, value in plan.items():
         if name not in _KNOWN:
             raise UnknownNameError(f"entry in tune of {experiment.path}", name, _KNOWN)
-        if not isinstance(value, _KNOWN[name]) or (isinstance(value, int) and value < 1):
+        if not isinstance(value, _KNOWN[name]) or (isinstance(value, int) and value < 1) or _narrow(name, value):
             raise ExperimentError(f"{experiment.path}: tune.{name} is {value!r}, expected {_WORDS[_KNOWN[name]]}.")
+    if plan.get("search", "hypercube") != "hypercube":
+        raise UnknownNameError(f"search in tune of {experiment.path}", plan["search"], ["hypercube"])
+    among(experiment.path, "tune.only", plan.get("only", ()), experiment.content["rows"])
     if ("minimise" in plan) == ("maximise" in plan):
         raise ExperimentError(f"{experiment.path}: [tune] needs either minimise = FIGURE or maximise = FIGURE.")
     if plan.get("panel", next(iter(experiment.content["panels"]))) not in experiment.content["panels"]:
