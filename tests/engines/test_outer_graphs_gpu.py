@@ -54,8 +54,9 @@ def test_every_algorithm(name, strategy):
     for column, paid in plain.ledger.columns.items():
         assert torch.equal(fed.ledger.columns[column], paid), column
     refused = fed.host.captures.refused
-    assert (OUTER in refused) == (name in HOST), refused
-    assert bool(fed.graphs.replayed) == (name not in HOST + FRESH)
+    alone = HOST + (("fedem",) if strategy == "loop" else ())  # its clients draw parts of unequal sizes
+    assert (OUTER in refused) == (name in alone), refused
+    assert bool(fed.graphs.replayed) == (name not in alone + FRESH)
 
 
 @pytest.mark.parametrize("kind", ["ring", "complete", "random_undirected"])

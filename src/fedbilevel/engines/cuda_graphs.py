@@ -254,7 +254,7 @@ def with_steps(method: Any, device: torch.device) -> tuple[Any, dict[str, Tensor
     """
     algorithm = copy(method.__self__)
     steps = {
-        name: torch.tensor(value, dtype=torch.float64, device=device)
+        name: torch.full((), value, dtype=torch.float64, device=device)  # a fill waits for nothing
         for name in algorithm.decays
         if isinstance(value := getattr(algorithm, name, None), float)
     }
