@@ -24,7 +24,7 @@ from fedbilevel.studies.experiment import Job, read
 from fedbilevel.studies.reproduce import reproduce, results
 from fedbilevel.studies.tune import independent_jobs
 
-_LONG = ("learned", "doge", "guarded", "fine-tuned", "fedbabu", "self-tuned")  # rows that take longest
+_LONG = ("learned", "doge", "guarded", "blended", "started", "fine-tuned", "fedbabu", "self-tuned")  # rows
 
 
 class Outcome(NamedTuple):

@@ -147,8 +147,8 @@ def guarded(
     >>> import fedbilevel as fb
     >>> task = fb.tasks.Regularisation(num_noise=20, parametrisation="sigmoid")
     >>> found = fb.guarded(task, num_rounds=20, num_folds=2)
-    >>> sorted(found.contenders), found.answer in found.contenders
-    (['bilevel', 'l1_grid', 'l2', 'l2_grid'], True)
+    >>> sorted(found.weights), found.answer, found.single in found.contenders
+    (['bilevel', 'l1_grid', 'l2', 'l2_grid'], 'blend', True)
     """
     if not isinstance(task, Task):
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Regularisation().")
