@@ -34,7 +34,7 @@ from fedbilevel.runs.solve import solve
 from fedbilevel.settings import Settings, setting
 
 _AT_ONCE = 1000
-_SHAPES = {"residual": Residual, "resnet18": ResNet18}
+_SHAPES: dict[str, type[Residual] | type[ResNet18]] = {"residual": Residual, "resnet18": ResNet18}
 _LEAST = 1e-4  # probabilities below it have the same logarithm
 
 

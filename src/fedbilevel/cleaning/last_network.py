@@ -88,9 +88,9 @@ def unread(clients: Sequence[Holdings], seed: int) -> dict[str, np.ndarray]:
     for i, client in enumerate(clients):
         val: Any = client.get("val", {"label": ()})
         num = len(val["label"])
-        held = Stream(seed).divided("held", i, num, HELD_SHARE)[1].numpy() if num > 1 else []
-        for name, parts in found.items():
-            if len(held):
+        if num > 1:  # a client with one clean sample has none for the guard
+            held = Stream(seed).divided("held", i, num, HELD_SHARE)[1].numpy()
+            for name, parts in found.items():
                 parts.append(np.asarray(val[name])[held])
     if not found["label"]:
         return {"image": np.zeros((0, *np.shape(clients[0]["train"]["image"])[1:])), "label": np.zeros(0, np.int64)}

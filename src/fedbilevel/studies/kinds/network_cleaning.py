@@ -217,7 +217,8 @@ class Work:
         plain, wrong = self.plain(), self.wrong.astype(bool)
         guard = self.clean()
         test = {name: np.concatenate([one["test"][name] for one in self.clients]) for name in ("image", "label")}
-        found = guarded(*(one.probabilities(guard["image"]) for one in (cleaned, plain)), guard["label"])
+        after, before = (one.probabilities(guard["image"]) for one in (cleaned, plain))
+        found = guarded(after, before, guard["label"])
         accepted = found["verdict"] == "accepted"
         scores = [
             float((one.probabilities(test["image"]).argmax(1) == test["label"]).mean()) for one in (cleaned, plain)
