@@ -22,7 +22,7 @@ from fedbilevel.errors import FedBilevelError
 from fedbilevel.studies.experiment import Job, read
 from fedbilevel.studies.reproduce import reproduce, results
 
-_LONG = ("learned", "doge", "uncut", "doremi", "guarded", "fine-tuned", "fedbabu", "self-tuned")  # rows that take longest
+_LONG = ("learned", "doge", "uncut", "doremi", "guarded", "fine-tuned", "fedbabu", "self-tuned")  # take longest
 
 
 class Outcome(NamedTuple):
