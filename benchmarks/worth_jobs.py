@@ -24,7 +24,9 @@ from fedbilevel.studies.experiment import Job, read
 from fedbilevel.studies.reproduce import reproduce, results
 from fedbilevel.studies.tune import independent_jobs
 
-_LONG = ("learned", "doge", "guarded", "blended", "started", "fine-tuned", "fedbabu", "self-tuned")  # rows
+_LONG = (  # rows that take longest
+    "learned", "doge", "uncut", "doremi", "guarded", "blended", "started", "fine-tuned", "fedbabu", "self-tuned",
+)  # fmt: skip
 
 
 class Outcome(NamedTuple):

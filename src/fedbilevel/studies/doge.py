@@ -24,9 +24,10 @@ from fedbilevel.tasks.mixing import divergence
 
 
 def budget(study: TextStudy) -> int:
-    """Return how many gradients `choose` takes at most between `TextStudy.warm` and the trainings from scratch.
+    """Return how many gradients `choose` takes at most before its trainings from scratch.
 
-    A round of `TextStudy.learn` has four gradients on sources and one on the target.
+    Those of `TextStudy.warm` are not counted. A round of `TextStudy.learn` has four gradients on
+    sources and one on the target.
     """
     return 5 * study.settings.num_rounds + most_rounds(study)
 

@@ -105,7 +105,7 @@ def mix_texts(
 
 
 def choose(study: TextStudy) -> MixedTexts:
-    """Learn weights, cut sources that do not help, train on both mixtures, and choose by held-out target text."""
+    """Learn weights, cut sources that harm, train on both mixtures, and choose by held-out text."""
     y, prior = study.warm(), study.prior()
     bilevel = study.weights(study.learn(y))
     found = cut(study, y, bilevel)

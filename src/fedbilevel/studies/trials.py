@@ -57,7 +57,10 @@ class Gap(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Weights of all sources, zero for those that are cut, and by source how much training on it changed the loss."""
+    """Weights of all sources, zero for those that are cut.
+
+    alone: by source, how much training on it alone changed the loss.
+    """
 
     weights: dict[str, float]
     alone: dict[str, Gap]
@@ -66,7 +69,7 @@ class Cut(NamedTuple):
 
 def among(weights: Mapping[str, float], kept: Collection[str]) -> dict[str, float]:
     """Return weights whose sum is one, and which are zero but for the sources that are kept."""
-    total = sum(weights[name] for name in kept)
+    total = sum(weight for name, weight in weights.items() if name in kept)  # in the order of all sources
     return {name: weight / total if name in kept else 0.0 for name, weight in weights.items()}
 
 
