@@ -122,6 +122,39 @@ def test_frozen_parameters_are_held_once_and_follow_changes():
     assert frozen._copies["0.bias"][2].dtype == torch.float64  # a copy made inside a transform is not kept
 
 
+def test_a_shared_adapter_above_and_own_adapters_below_are_sums_of_products():
+    """Gradients of both agree with a dense matrix, and own values of the frozen adapter have no effect."""
+    module = net()
+    shared = fb.lora(module, 2, where=lambda name: name == "0")
+    both = fb.lora(shared, 1)
+    trained = lambda one: {name: leaf.detach() for name, leaf in one.named_parameters() if leaf.requires_grad}
+    error = lambda x, y, batch: (y.with_parameters(x)(batch["a"])[:, 0] - batch["b"][:, 0]) ** 2
+    made = fb.Problem.from_modules(
+        x0=trained(shared), y_module=both, upper=error, lower=error, scopes=fb.Scopes(lower="local")
+    )
+    assert set(made.x0) == {"0.down", "0.up"}
+    assert set(made.y0) == {"0.base.down", "0.base.up", "2.down", "2.up"}
+    draw = torch.Generator().manual_seed(3)
+    x, y = (
+        {
+            name: torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype).requires_grad_()
+            for name, leaf in tree.items()
+        }
+        for tree in (made.x0, made.y0)
+    )
+    batch = clients()[1]["train"]
+    first = module[0].weight + x["0.up"] @ x["0.down"] + y["0.base.up"] @ y["0.base.down"]
+    last = module[2].weight + y["2.up"] @ y["2.down"]
+    hidden = torch.tanh(batch["a"] @ first.T + module[0].bias)
+    expected = (hidden @ last.T + module[2].bias)[:, 0] - batch["b"][:, 0]
+    leaves = [*x.values(), *y.values()]
+    ours = torch.autograd.grad(made.upper(x, y, batch).sum(), leaves)
+    theirs = torch.autograd.grad((expected**2).sum(), leaves)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert fb.check_hypergradient(made, clients(), estimators=["cg"], num_directions=1, show=False).ok
+
+
 def test_adapters_of_nothing_are_refused():
     with pytest.raises(ProblemError, match=r"rank is 0, expected a whole number, at least 1\."):
         fb.lora(net(), 0)

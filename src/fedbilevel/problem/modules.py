@@ -25,6 +25,10 @@ class BoundModule:
         fixed = self._frozen.like(next(iter(self.parameters.values())), self.parameters)
         return torch.func.functional_call(self._module, {**fixed, **self.parameters}, args, kwargs)
 
+    def with_parameters(self, values: Tree) -> BoundModule:
+        """Return the same module, in which these values replace frozen parameters."""
+        return BoundModule(self._module, {**self.parameters, **values}, self._frozen)
+
 
 class Frozen:
     """Frozen tensors, with one copy on the device and in the type of a run.

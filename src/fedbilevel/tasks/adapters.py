@@ -18,7 +18,9 @@ Texts are Markov chains. The chain of the public text is known to the model. The
 has other successors for `num_common` of the symbols, and each client has successors of its own for
 `num_own` of the symbols. `num_own` = 0 makes all clients alike.
 
-Use it when a model is too large to be trained or sent, and clients share a domain but differ.
+Use it when a model is too large to be trained or sent, and clients share a domain but differ. Validation
+texts then train x alone, so train own adapters once more on all texts with the learned x (`refits`).
+Try the rival `fine_tuned` first: it is cheaper.
 
 Compare Hao, Zhang et al., PF2LoRA, arXiv 2503.03920, 2025: the two adapters and the two levels.
 Choices of this project: the data, the model, the distance to y_0, and validation samples above.
@@ -85,7 +87,7 @@ class Adapters(Task):
     }
     suggested_iterations = {"*": 40}
     automatic = "fedbio_local"
-    avoid = "all clients are alike, or each has enough text for an adapter of its own"
+    avoid = "a shared adapter that every client tunes further is good enough, which it is on the built-in texts"
     headline = ("test_loss", "test_accuracy")
     needs = {
         "train": {"text": "numbers of symbols from 0, one row per sample"},
@@ -111,26 +113,25 @@ class Adapters(Task):
                 "texts, or set another context."
             )
         x0, y0 = self._start(self.rank, 0), self._start(self.own_rank, 1)
-        return self._modelled([x0, y0], x0, y0, Scopes(lower="local"), tested=shapes.has("test", "text"))
+        return self._modelled(x0, y0, Scopes(lower="local"), tested=shapes.has("test", "text"))
 
     def rivals(self) -> Mapping[str, Rival]:
-        """Return plain ways with the same model, tuned by validation texts, then trained on all texts.
+        """Return plain ways, tuned by validation texts and then trained on all texts.
 
         An adapter that stands alone has both ranks together.
         """
         own, clients = self.build()
         again, tested = with_validation(clients), "test" in own.statistics
         alone, stiff = self._start(self.rank + self.own_rank, 0), [replace(self, l2=more * self.l2) for more in _MORE]
-        made = lambda task, y0, lower: task._modelled([y0], _UNUSED, y0, Scopes(lower=lower), tested=tested)
+        made = lambda task, y0, lower: task._modelled(_UNUSED, y0, Scopes(lower=lower), tested=tested)
         light = replace(self, l2=_LIGHT * self.l2)
         one, thin = made(light, alone, "global"), made(light, own.x0, "global")
         apart = {task.l2: made(task, alone, "local") for task in stiff}
-        both = {task.l2: task._modelled([own.x0, own.y0], own.x0, own.y0, own.scopes, tested=tested) for task in stiff}
-        sgd = lambda lr: {"lr_lower": lr, "num_local_steps": 5}
+        both = {task.l2: task._modelled(own.x0, own.y0, own.scopes, tested=tested) for task in stiff}
+        sgd, slow = _sgd, ("fedavg", _sgd(_OWN_STEP))
         shared: dict[str, tuple[str, dict[str, Any]]] = {f"fedavg, lr_lower {lr}": ("fedavg", sgd(lr)) for lr in _STEPS}
         shared |= {f"fedadam, server_lr {lr}": ("fedadam", {**sgd(0.3), "server_lr": lr}) for lr in _LENGTHS}
         plans = {f"l2 {l2:g}": l2 for l2 in both}
-        slow = "fedavg", sgd(_OWN_STEP)
         adapter = lambda problem, label, clients: Way(problem, clients, *_fixed(shared[label]))
 
         def tuned(label: str, clients: Sequence[Holdings]) -> Way:
@@ -159,32 +160,28 @@ class Adapters(Task):
         start = lambda label, run: {"x0": _plain(run.x)}
         return found | {"fine_tuned": found["fine_tuned"]._replace(start=start)}
 
+    def refits(self, problem: Problem, clients: Sequence[Holdings], x: Mapping[str, Tensor]) -> Mapping[str, Way]:
+        """Return own adapters on all texts, trained as rivals train them."""
+        return {"refitted": Way(replace(problem, x0=x), with_validation(clients), "fedavg", _sgd(_OWN_STEP))}
+
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def frozen(self) -> Mapping[str, Tensor]:
-        """Return the weights of the model, which are trained once for all tasks of a process with the same model."""
+        """Return the weights of the model; tasks with the same model hold the same tensors."""
         if self.width % self.heads:
             raise ProblemError(f"width is {self.width}, expected a multiple of heads ({self.heads}): change either.")
         shape = gpt.Shape(self.width, self.layers, self.heads, self.context)
         return pretrained(shape, self.num_symbols, self.num_pretraining, self.data_seed)
 
-    def _modelled(
-        self,
-        parts: Sequence[Mapping[str, Tensor]],
-        x0: Mapping[str, Tensor],
-        y0: Mapping[str, Tensor],
-        scopes: Scopes,
-        *,
-        tested: bool,
-    ) -> Problem:
-        """Return the problem of the frozen model with an adapter in y, and another in x if there are two parts."""
+    def _modelled(self, x0: Mapping[str, Tensor], y0: Mapping[str, Tensor], scopes: Scopes, *, tested: bool) -> Problem:
+        """Return the problem of the frozen model with an adapter in y, and in x unless it is unused."""
         weights, shape = Frozen(self.frozen()), gpt.Shape(self.width, self.layers, self.heads, self.context)
         start = Frozen(y0)
 
         def predict(x: Any, y: Any, tokens: Tensor) -> Tensor:
             fixed = weights.like(next(iter(y.values())), ())
-            layer = adapted(gpt.dense(fixed), [x, y] if len(parts) == 2 else [y])
+            layer = adapted(gpt.dense(fixed), [y] if x0 is _UNUSED else [x, y])
             return gpt.scores(fixed, tokens, shape, gpt.plain_causal, layer)
 
         loss = lambda x, y, batch: gpt.following(predict(x, y, batch["text"][:, :-1]), batch["text"])
@@ -274,6 +271,10 @@ def texts(chain: np.ndarray, num: int, length: int, rng: np.random.Generator) ->
         above = steps[found[:, place - 1]] < rng.random((num, 1))
         found[:, place] = np.minimum(above.sum(1), len(chain) - 1)
     return found
+
+
+def _sgd(lr: float) -> dict[str, Any]:
+    return {"lr_lower": lr, "num_local_steps": 5}
 
 
 def _fixed(how: tuple[str, Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
