@@ -22,7 +22,7 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
 from fedbilevel.algorithms.fednest import FedNest
-from fedbilevel.engines import cuda_graphs, outer_graphs
+from fedbilevel.engines import cuda_graphs, outer_graphs, server_books
 from fedbilevel.engines.outer_graphs import OUTER
 from fedbilevel.engines.peer_graphs import PeerIterations
 from fedbilevel.engines.peer_simulation import PeerSimulation
@@ -343,3 +343,13 @@ def test_a_run_and_its_resumption_replay_outer_iterations(monkeypatch, tmp_path)
         **given,
     )
     assert refused.uncaptured == {OUTER: "some clients send wrong rows"}
+
+
+@pytest.mark.parametrize("cells", [0, 2**20])
+@pytest.mark.parametrize("algorithm", [FBOAggITD(num_local_steps=2), FedNest(num_local_steps=2, num_terms=2)])
+def test_arrays_are_paid_for_by_clients_that_lack_them(algorithm, cells, monkeypatch):
+    """Cohorts of one outer iteration overlap; with few cells only clients of the cohorts are looked at."""
+    monkeypatch.setattr(server_books, "_CELLS", cells)
+    built, ids = clients(), [4, 0, 5, 2, 1, 3]
+    graphs = assert_same_run(algorithm, built, cohort=Cohort(0.5), ids=ids, num_iterations=30)
+    assert graphs.replayed

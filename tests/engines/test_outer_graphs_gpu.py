@@ -6,6 +6,8 @@ iteration are computed on the device, and a division by them is no multiplicatio
 there, and where captured batches have other padding, runs agree up to `NEAR` per outer iteration.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -123,3 +125,18 @@ def test_a_draw_is_one_kernel_under_a_capture():
         replay()
         expected = stream.bits("B", ids.cpu(), iteration=iteration, call=2, steps=range(3), width=9)
         assert torch.equal(results["words"].cpu(), expected)
+
+
+def test_a_pool_outlives_its_graphs():
+    """A result keeps memory of the pool alive after its graph; the next graph shares that pool."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    one = torch.ones(1000, device=device)
+    first, replay = cuda_graphs.recorded(lambda: {"value": one * 2}, device)
+    handle = cuda_graphs._POOLS[device].handle
+    del replay
+    gc.collect()
+    second, replay = cuda_graphs.recorded(lambda: {"value": one * 3}, device)
+    replay()
+    assert cuda_graphs._POOLS[device].handle == handle
+    assert float(second["value"].sum()) == 3000
+    assert first["value"].data_ptr() != second["value"].data_ptr()

@@ -697,3 +697,27 @@ def test_links_at_the_start_alone_do_not_pass():
     later = GivenNetwork(3, lambda step: torch.ones(3, 3) if step < 5 else torch.eye(3))
     with pytest.raises(NetworkError, match=r"over 100 steps from step 100, clients 1, 2 cannot both reach"):
         _ = later.between(3).connected_within
+
+
+@pytest.mark.parametrize("shares", ["auto", "out_degree", "fastest"])
+@pytest.mark.parametrize("kind", RANDOM)
+def test_links_that_a_device_draws_are_those_of_the_host(kind, shares):
+    if (kind, shares) == ("random_directed", "fastest"):
+        pytest.skip("fastest shares need an undirected network")
+    links = Network(kind=kind, shares=shares, seed=3).between(7)
+    if shares == "fastest":
+        assert links.there is None
+        return
+    found, receive, send = links.shares_there(links.there(torch.arange(7), torch.arange(40, 45)))
+    for place, step in enumerate(range(40, 45)):
+        mixing = links.mixing(step)
+        assert torch.equal(found[place], mixing.adjacency)
+        assert torch.equal(receive[place], mixing.received_shares())
+        assert torch.equal(mixing.send, torch.ones(7).double() if send is None else send[place][:, 0])
+    assert len({tuple(one.flatten().tolist()) for one in found}) == 5
+
+
+def test_shares_of_a_stack_of_networks():
+    stack = torch.stack([Network(kind="random_undirected").between(6).adjacency(step) for step in range(4)])
+    for one, expected in zip(metropolis(stack), stack, strict=True):
+        assert torch.equal(one, metropolis(expected))

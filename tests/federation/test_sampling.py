@@ -18,6 +18,7 @@ from torch.nn.functional import one_hot
 
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.engines.simulation import Simulation
+from fedbilevel.federation import sampling
 from fedbilevel.federation.algorithm import Cohort, ServerAlgorithm, phase
 from fedbilevel.federation.sampling import Sampler, always_in
 from fedbilevel.federation.schedule import Schedule
@@ -97,8 +98,9 @@ def scripts(weights: Sequence[int], cohort: Cohort) -> Iterator[tuple[float, dic
 @pytest.mark.parametrize("replacement", [False, True], ids=["without replacement", "with replacement"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_expectation_of_a_cohort_mean_is_the_weighted_mean(weights, size, replacement):
+def test_expectation_of_a_cohort_mean_is_the_weighted_mean(weights, size, replacement, monkeypatch):
     """All draws with their probabilities, through the engine's own draw and mean."""
+    monkeypatch.setattr(sampling, "_AHEAD", 0)  # the words of the next outer iteration are not known yet
     built, algorithm, cohort = sized(weights), Presence(), Cohort(size / 4, replacement)
     fed = Simulation(algorithm, built.problem, built.clients, dtype=torch.float64, cohort=cohort)
     stream = fed.stream = Scripted()
@@ -159,7 +161,8 @@ def test_equal_weights_draw_the_cohorts_of_the_uniform_draw(weight, replacement)
             drawn = stream.integers("cohort", server, high, steps=range(1), width=size, **where)
             wanted, often = drawn.reshape(-1).unique(return_counts=True)
         else:
-            wanted, often = stream.order("cohort", SERVER, n, first=size, **where), torch.ones(size, dtype=torch.int64)
+            wanted, _ = stream.order("cohort", SERVER, n, first=size, **where).sort()
+            often = torch.ones(size, dtype=torch.int64)
         assert torch.equal(numbers, wanted)
         assert torch.equal(times, often)
         assert torch.equal(sampler.member_weights, torch.full((n,), weight))
@@ -216,3 +219,19 @@ def test_simfbo_with_one_of_five_clients_reaches_the_weighted_stationary_point(r
     assert left(weighted, unweighted.solution()) > 0.4  # the two problems are told apart
     assert left(weighted, mean) < 0.1
     assert left(unweighted, mean) > 0.4
+
+
+def test_cohorts_that_are_drawn_ahead_are_those_that_are_asked_for_alone():
+    """Outer iterations in order, with gaps, with more calls than before, and of two streams."""
+    ahead, asked = Sampler(Cohort(0.3), torch.full((20,), 4)), 0
+    places = [(i, call) for i in range(1, 40) for call in range(1, 3 + (i > 9) + (i == 25))]
+    places += [(100, 2), (101, 1), (3, 1), (4, 4)]
+    for iteration, call in places:
+        for stream in (Stream(1), Stream(2)) if iteration > 100 else (Stream(1),):
+            found, times = ahead.draw(stream, iteration, call)
+            alone = Sampler(Cohort(0.3), torch.full((20,), 4))
+            assert torch.equal(found, alone.draw(stream, iteration, call)[0])
+            assert torch.equal(found, found.sort()[0])
+            assert times.tolist() == [1] * 6
+            asked += 1
+    assert asked > len(places)

@@ -275,3 +275,22 @@ def test_division_leaves_every_number_in_one_part_and_one_number_in_the_first(nu
     assert part.tolist() == sorted(part.tolist())
     if num == 11:
         assert any(not torch.equal(part, Stream(1).divided("held", client, num, share)[1]) for client in range(3))
+
+
+@pytest.mark.parametrize("high", [1, 5, 2**31 - 1])
+def test_one_number_is_the_first_of_many(high):
+    stream, ids = Stream(2**31 + 7), torch.tensor([SERVER])
+    for iteration, call in ((1, 0), (2**31, 1), (99, MAX_STEPS - 1)):
+        many = stream.integers("N'", ids, torch.tensor([high]), iteration=iteration, call=call, steps=range(1), width=3)
+        assert stream.integer("N'", SERVER, high, iteration=iteration, call=call) == int(many[0, 0, 0])
+
+
+@pytest.mark.parametrize("num", [1, 5, 6, 7, 100])
+def test_orders_of_many_addresses_are_those_of_each(num):
+    stream, iterations, calls = Stream(3), range(7, 10), range(1, 5)
+    for first in {1, num - 1, num} - {0}:
+        found = stream.orders("cohort", SERVER, num, iterations=iterations, calls=calls, first=first)
+        places = [(iteration, call) for iteration in iterations for call in calls]
+        for row, (iteration, call) in zip(found, places, strict=True):
+            expected = stream.order("cohort", SERVER, num, iteration=iteration, call=call, first=first)
+            assert torch.equal(row, expected)

@@ -62,6 +62,7 @@ class Iterations:
         self.replayed = self.usual = 0
         self._times: Counter[Any] = Counter()
         self._kept: dict[Any, _Graph] = {}
+        self._settings: tuple[Any, tuple[Any, ...]] | None = None  # the last algorithm, and its settings without steps
         if why := self._excluded():
             self.captures.refused[OUTER] = why
 
@@ -122,7 +123,9 @@ class Iterations:
         if OUTER in self.captures.refused:
             return algorithm.round(self.fed, state)
         try:
-            basic = (without_steps(algorithm), form({**state._asdict(), **self._extras()}))
+            if self._settings is None or self._settings[0] is not algorithm:
+                self._settings = (algorithm, without_steps(algorithm))
+            basic = (self._settings[1], form({**state._asdict(), **self._extras()}))
             hash(basic)
         except TypeError as error:
             return self._refuse(f"its settings or state cannot be compared ({error})", algorithm, state)

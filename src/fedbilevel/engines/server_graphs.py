@@ -12,7 +12,7 @@ from torch import Tensor
 from fedbilevel.engines.arenas import Setting, Traced
 from fedbilevel.engines.cuda_graphs import rooms_of
 from fedbilevel.engines.outer_graphs import Iterations
-from fedbilevel.engines.server_trace import Later, TracedServer, all_ones
+from fedbilevel.engines.server_trace import Later, TracedServer
 
 
 class Members(NamedTuple):
@@ -54,6 +54,7 @@ class ServerIterations(Iterations):
         super().__init__(fed)
         self._asks: dict[Any, tuple[int, str, int] | None] = {}  # by kind and earlier draws: the next draw
         self._redraws: dict[Any, int] = {}  # by kind and draws: new cohorts
+        self._all_rooms: tuple[Any, ...] | None = None
 
     def _excluded(self) -> str:
         fed = self.fed
@@ -83,9 +84,19 @@ class ServerIterations(Iterations):
         for _ in range(self._redraws[basic, draws]):
             fed._draw_cohort()
             cohorts.append(self._members())
-        rooms = rooms_of(self.host, torch.cat([one.positions for one in cohorts]))
-        facts = [(len(one.places), all_ones(one.weights)) for one in cohorts]
+        rooms = self._rooms_of(cohorts)
+        facts = [(one.places.shape[0], self.fed._are_ones(one.weights)) for one in cohorts]
         return Walk(fed.iteration, draws, cohorts, rooms), (draws, rooms, *facts)
+
+    def _rooms_of(self, cohorts: list[Members]) -> tuple[Any, ...]:
+        """Return room for the samples of all cohorts, which is the same for all of them if all clients are alike."""
+        if self._all_rooms is not None:
+            return self._all_rooms
+        found = rooms_of(self.host, torch.cat([one.positions for one in cohorts]))
+        held = (self.host.data, *self.host.parts.values())
+        if all(data.alike(role) for data in held for role in data.sizes):
+            self._all_rooms = found
+        return found
 
     def _members(self) -> Members:
         places, times = self.fed._present(())

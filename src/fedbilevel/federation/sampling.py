@@ -20,6 +20,7 @@ start. Clients with m p_i >= 1 are in every cohort; the others are drawn for the
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Sampler:
         self._weights = self.member_weights = weights
         self._once = torch.ones(self.size, dtype=torch.int64)
         self._drawn: dict[tuple[Stream, int, int], Tensor] = {}  # cohorts of coming outer iterations
-        self._most_calls, self._last = 1, 0
+        self._most_calls, self._last = 1, -2
         if self.replacement:
             if not self.equal:
                 self.member_weights = torch.ones_like(weights)
@@ -85,19 +86,20 @@ class Sampler:
         return self.member_weights[: self.size] if self.equal and times is self._once else None
 
     def _ahead(self, stream: Stream, iteration: int, call: int) -> Tensor:
-        """Return a cohort; all cohorts of a few outer iterations are drawn together."""
-        if (stream, iteration, call) not in self._drawn:
-            self._most_calls = max(self._most_calls, call)
-            room = max(1, _AHEAD // self.num_clients)
-            calls = range(1, self._most_calls + 1) if self._most_calls <= room else range(call, call + 1)
-            num = max(1, room // len(calls)) if iteration == self._last + 1 else 1
-            iterations = range(iteration, iteration + num)
-            orders = stream.orders(
-                "cohort", SERVER, self.num_clients, iterations=iterations, calls=calls, first=self.size
-            )
-            places = ((stream, when, draw) for when in iterations for draw in calls)
-            self._drawn = dict(zip(places, orders.sort(-1)[0].unbind(0), strict=True))
-        self._last = iteration
+        """Return a cohort; where outer iterations follow each other, cohorts of several are drawn together."""
+        follows, self._last = iteration == self._last + 1, iteration
+        self._most_calls = max(self._most_calls, call)
+        known = self._drawn.get((stream, iteration, call))
+        if known is not None:
+            return known
+        draw = partial(stream.orders, "cohort", SERVER, self.num_clients, first=self.size)
+        room = _AHEAD // (self.num_clients * self._most_calls)
+        if not follows or room < 2:
+            return draw(iterations=range(iteration, iteration + 1), calls=range(call, call + 1))[0].sort()[0]
+        iterations, calls = range(iteration, min(iteration + room, 2**32)), range(1, self._most_calls + 1)
+        places = ((stream, when, number) for when in iterations for number in calls)
+        cohorts = draw(iterations=iterations, calls=calls).sort(-1)[0].unbind(0)
+        self._drawn = dict(zip(places, cohorts, strict=True))
         return self._drawn[stream, iteration, call]
 
     def _systematic(self, stream: Stream, iteration: int, call: int) -> Tensor:

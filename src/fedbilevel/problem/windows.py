@@ -83,8 +83,11 @@ class Windows:
             return whole[places.index_select(0, rows)[:, None] + within].long()
         picked = rows.cpu().numpy()
         found = np.empty((len(picked), self.length), dtype=np.int64)
-        for place, (array, start) in enumerate(zip(self.array[picked], self.start[picked], strict=True)):
-            found[place] = self.tokens[array][start : start + self.length]
+        arrays, within = self.array[picked], np.arange(self.length)
+        places = self.start[picked][:, None] + within
+        for array in np.unique(arrays):  # all windows of an array in one read
+            own = arrays == array
+            found[own] = self.tokens[array][places[own]]
         return torch.from_numpy(found).to(self.device)
 
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
