@@ -121,4 +121,5 @@ class FedMSA(ServerAlgorithm):
         return dict(zip(("nu", "om", "q"), est, strict=True))
 
     def directions(self, clients: Clients, step: Step, point: Rows) -> Rows:
-        return step_directions(clients, step, *point, self.minibatches)
+        x, y, u = point
+        return step_directions(clients, step, x, y, u, self.minibatches)
