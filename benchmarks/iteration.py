@@ -6,7 +6,7 @@ It is compared with a loop over clients and with the matrix products in it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -191,13 +191,11 @@ class Case:
             network.lower_gradient_each(some, network.head.expand(k, -1, -1))
 
 
-def rows(setup: Setup) -> list[Row]:
+def rows(setup: Setup) -> Iterator[Row]:
     images = mnist(setup, 100)
-    found: list[Row] = []
-    for name, redraw in itertools.product(("fednest", "fbo_aggitd", "fedbio"), ("per_iteration", "per_factor")):
+    for name, redraw in itertools.product(("fbo_aggitd", "fednest", "fedbio"), ("per_iteration", "per_factor")):
         if redraw == "per_iteration" or not (setup.cuda or name == "fedbio"):
-            found += _rows(setup, Case(setup, name, images, redraw))
-    return found
+            yield from _rows(setup, Case(setup, name, images, redraw))
 
 
 def _rows(setup: Setup, case: Case) -> list[Row]:

@@ -49,9 +49,7 @@ def rows(setup: Setup) -> list[Row]:
         first, second = (state[0] for _, state in advances.values())
         norm = torch.linalg.vector_norm
         differs = max(float(norm(one - other) / norm(other)) for one, other in zip(first[:2], second[:2], strict=True))
-        own = {"gigabytes": num / 1e9, "differs": differs}
-        both = {**timings, "floor": timings[HELD]}
-        return rows_of("fedbio", both, **own)
+        return rows_of("fedbio", {**timings, "floor": timings[HELD]}, gigabytes=num / 1e9, differs=differs)
 
 
 def written(path: Path, num: int) -> np.ndarray:
@@ -67,7 +65,7 @@ def program(setup: Setup, tokens: np.ndarray, *, held: bool) -> tuple[Callable[[
     """Return a call that takes the next outer iteration, and where its state is found."""
     algorithm = FedBiO(lr_upper=0.01, lr_lower=0.1, lr_system=0.01, minibatches="shared")
     with keeping(tokens.size if held else 0):
-        fed = simulate(algorithm, *built(tokens), batch_size=SIZE.batch, device=setup.device)
+        fed: Any = simulate(algorithm, *built(tokens), batch_size=SIZE.batch, device=setup.device)
     fed.begin(0)
     state, number = [algorithm.init(fed)], [0]
 

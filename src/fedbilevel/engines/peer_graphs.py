@@ -21,6 +21,7 @@ from fedbilevel.federation.mixing import Mixing
 from fedbilevel.problem.fused_draws import is_cheap
 
 _WEIGHTS = "push_weights"
+_DRAWN = "is_drawn"  # the mark of links that the device draws
 _TOGETHER = 16  # steps of a network that are drawn together on a device
 
 
@@ -83,7 +84,7 @@ class _Links:
         mixing = copy(self._plain)
         mixing.place(receive[place], None if send is None else send[place])
         mixing.__dict__["sent"] = sent = links[place]
-        sent.is_drawn = True
+        setattr(sent, _DRAWN, True)
         return mixing
 
     def __getattr__(self, name: str) -> Any:
@@ -238,7 +239,7 @@ def _counted(notes: _Notes, results: dict[str, Tensor]) -> list[tuple[str, str, 
     drawn: dict[tuple[str, int, int], list[Tensor]] = {}
     rest: dict[Any, tuple[str, str, tuple[Any, ...], int]] = {}
     for number, (phase, name, given) in enumerate(notes.charges):
-        if name == "charge_edges" and getattr(given[0], "is_drawn", False):
+        if name == "charge_edges" and getattr(given[0], _DRAWN, False):
             drawn.setdefault((phase, *given[1:]), []).append(given[0])
             continue
         repeats = name == "count_round" or (name == "charge_edges" and isinstance(given[0], Tensor))

@@ -171,7 +171,7 @@ class Book:
                 if array in masks:
                     masks[array][some] = held[row, -1]
         for number, value in outputs.items():
-            array = self._arrays.get(number)
+            array = self._arrays.get(number, -1)
             if array in masks:
                 fed._held.mask(value).numpy()[:] = masks[array]
             elif array in self._place:

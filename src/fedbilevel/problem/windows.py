@@ -83,8 +83,7 @@ class Windows:
             return whole[places.index_select(0, rows)[:, None] + within].long()
         picked = rows.cpu().numpy()
         found = np.empty((len(picked), self.length), dtype=np.int64)
-        arrays, within = self.array[picked], np.arange(self.length)
-        places = self.start[picked][:, None] + within
+        arrays, places = self.array[picked], self.start[picked][:, None] + np.arange(self.length)
         for array in np.unique(arrays):  # all windows of an array in one read
             own = arrays == array
             found[own] = self.tokens[array][places[own]]
