@@ -22,8 +22,8 @@ Use it when a model is too large to be trained or sent, and clients share a doma
 texts then train x alone, so train own adapters once more on all texts with the learned x (`refits`).
 Try the rival `fine_tuned` first: it is cheaper.
 
-Compare Hao, Zhang et al., PF2LoRA, arXiv 2503.03920, 2025: the two adapters and the two levels.
-Choices of this project: the data, the model, the distance to y_0, and validation samples above.
+Compare PF2LoRA, arXiv 2503.03920: the two adapters and the two levels, not written from the paper's
+text. Choices of this project: the data, the model, the distance to y_0, and validation samples above.
 """
 
 from __future__ import annotations
