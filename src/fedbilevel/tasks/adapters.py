@@ -22,8 +22,8 @@ Use it when a model is too large to be trained or sent, and clients share a doma
 texts then train x alone, so train own adapters once more on all texts with the learned x (`refits`).
 Try the rival `fine_tuned` first: it is cheaper.
 
-Compare Hao, Zhang et al., PF2LoRA, arXiv 2503.03920, 2025: the two adapters and the two levels.
-Choices of this project: the data, the model, the distance to y_0, and validation samples above.
+Compare PF2LoRA, arXiv 2503.03920: the two adapters and the two levels, not written from the paper's
+text. Choices of this project: the data, the model, the distance to y_0, and validation samples above.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Adapters(Task):
         An adapter that stands alone has both ranks together.
         """
         own, clients = self.build()
+        assert isinstance(own.x0, Mapping)
         again, tested = with_validation(clients), "test" in own.statistics
         alone, stiff = self._start(self.rank + self.own_rank, 0), [replace(self, l2=more * self.l2) for more in _MORE]
         made = lambda task, y0, lower: task._modelled(_UNUSED, y0, Scopes(lower=lower), tested=tested)
@@ -132,7 +133,6 @@ class Adapters(Task):
         shared: dict[str, tuple[str, dict[str, Any]]] = {f"fedavg, lr_lower {lr}": ("fedavg", sgd(lr)) for lr in _STEPS}
         shared |= {f"fedadam, server_lr {lr}": ("fedadam", {**sgd(0.3), "server_lr": lr}) for lr in _LENGTHS}
         plans = {f"l2 {l2:g}": l2 for l2 in both}
-        adapter = lambda problem, label, clients: Way(problem, clients, *_fixed(shared[label]))
 
         def tuned(label: str, clients: Sequence[Holdings]) -> Way:
             then = lambda run: Way(replace(both[plans[label]], x0=_plain(run.y)), clients, *_fixed(slow))
@@ -145,17 +145,13 @@ class Adapters(Task):
             settings = {**sgd(_OWN_STEP), "lr_upper": _OWN_STEP, "num_head_steps": 5}
             return Way(both[plans[label]], clients, *_fixed(("fedrep", settings)))
 
-        kinds: dict[str, tuple[str, Iterable[str], Callable[[str, Sequence[Holdings]], Way]]] = {
-            "shared": ("one shared adapter", shared, lambda label, clients: adapter(one, label, clients)),
-            "own": ("own adapters alone", plans, alone_at),
-            "fine_tuned": ("a shared adapter, then own adapters", plans, tuned),
-            "joint": ("both adapters trained on the same texts, as FedRep", plans, jointly),
-        }
+        alone_shared = lambda label, clients: Way(one, clients, *_fixed(shared[label]))
+        rival = lambda title, labels, way: _rival(title, labels, way, clients, again)
         found = {
-            name: Rival(
-                title, {label: way(label, clients) for label in labels}, lambda label, way=way: way(label, again)
-            )
-            for name, (title, labels, way) in kinds.items()
+            "shared": rival("one shared adapter", shared, alone_shared),
+            "own": rival("own adapters alone", plans, alone_at),
+            "fine_tuned": rival("a shared adapter, then own adapters", plans, tuned),
+            "joint": rival("both adapters trained on the same texts, as FedRep", plans, jointly),
         }
         start = lambda label, run: {"x0": _plain(run.x)}
         return found | {"fine_tuned": found["fine_tuned"]._replace(start=start)}
@@ -271,6 +267,16 @@ def texts(chain: np.ndarray, num: int, length: int, rng: np.random.Generator) ->
         above = steps[found[:, place - 1]] < rng.random((num, 1))
         found[:, place] = np.minimum(above.sum(1), len(chain) - 1)
     return found
+
+
+def _rival(
+    title: str,
+    labels: Iterable[str],
+    way: Callable[[str, Sequence[Holdings]], Way],
+    clients: Sequence[Holdings],
+    again: Sequence[Holdings],
+) -> Rival:
+    return Rival(title, {label: way(label, clients) for label in labels}, lambda label: way(label, again))
 
 
 def _sgd(lr: float) -> dict[str, Any]:
