@@ -6,8 +6,6 @@ teaches x. All trainings are short, and all of them start at y:
 1. On every source alone. A source helps if L falls below L(y) by more than two standard errors: training
    on it is then better than no training at all. Junk makes the model forget, and raises L: it harms.
    In between, the bilevel run decides: it keeps a source at a quarter of its prior weight at least.
-   A short source is soon known by heart, which raises L too. So a training that reads a source more
-   than once is repeated with a single reading, and the better of the two counts.
 2. A source that harms alone may still cover a part of the target. If the bilevel run kept it, it returns
    if the mixture with it is better than the mixture without it by more than two standard errors.
 3. Sources that are left have the prior's weights. The bilevel weights among them replace these if
@@ -75,16 +73,16 @@ def among(weights: Mapping[str, float], kept: Collection[str]) -> dict[str, floa
     return {name: weight / total if name in kept else 0.0 for name, weight in weights.items()}
 
 
-def num_rounds(study: TextStudy, name: str) -> list[int]:
-    """Return the rounds of trainings on a source alone: at most four readings, and a single reading."""
-    lengths = (times * study.texts.sizes()[name] // study.tokens_of_round() for times in (REPEATED, 1))
-    return sorted({min(study.settings.num_trial, max(_LEAST, whole)) for whole in lengths})
+def num_rounds(study: TextStudy, name: str) -> int:
+    """Return the rounds of training on a source alone: no more than four repetitions."""
+    whole = REPEATED * study.texts.sizes()[name] // study.tokens_of_round()
+    return min(study.settings.num_trial, max(_LEAST, whole))
 
 
 def most_rounds(study: TextStudy) -> int:
     """Return the largest number of rounds that `cut` takes: rivals may use as many."""
     names = study.texts.names
-    return sum(sum(num_rounds(study, name)) for name in names) + (len(names) + 1) * study.settings.num_trial
+    return sum(num_rounds(study, name) for name in names) + (len(names) + 1) * study.settings.num_trial
 
 
 def cut(study: TextStudy, y: Any, learned: Mapping[str, float]) -> Cut:
@@ -101,8 +99,7 @@ def cut(study: TextStudy, y: Any, learned: Mapping[str, float]) -> Cut:
         return study.losses(study.train_on(y, weights, rounds), study.taught())
 
     start = study.losses(y, study.taught())
-    alone = {name: min(Gap.of(judged(among(prior, {name}), rounds), start) for rounds in num_rounds(study, name))
-             for name in prior}  # fmt: skip
+    alone = {name: Gap.of(judged(among(prior, {name}), num_rounds(study, name)), start) for name in prior}
     if not any(gap.better for gap in alone.values()):
         return Cut(prior, alone, spent)
     held = {name for name in prior if learned[name] >= LOWERED * prior[name]}
