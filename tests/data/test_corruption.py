@@ -97,3 +97,5 @@ def test_the_task_knows_all_kinds_of_noise_and_partitions():
         assert 0.15 < wrong.mean() < (0.25 if "flip" in settings else 0.8)
     with pytest.raises(ProblemError, match="use data='cifar10' and share=1"):
         DataCleaning(flip="human").build()
+    with pytest.raises(ProblemError, match="but noise is the same at all clients"):
+        DataCleaning(noisy_clients=0.5).build()

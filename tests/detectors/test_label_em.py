@@ -13,7 +13,15 @@ from scipy.stats import chi2
 
 from fedbilevel import discovery
 from fedbilevel.detectors import _rows
-from fedbilevel.detectors._decisions import TEMPERATURES, basis, discovery_cut, judged, temperature, upper_bound
+from fedbilevel.detectors._decisions import (
+    TEMPERATURES,
+    basis,
+    discovery_cut,
+    judged,
+    most_false,
+    temperature,
+    upper_bound,
+)
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import ProblemError, ScopeError, SettingError
@@ -184,7 +192,7 @@ def test_without_two_samples_the_guard_knows_nothing():
 
 
 def test_the_guard_accepts_evidence_only():
-    figures = {"t": 3.0, "gain": 0.01, "gain_error": 0.02, "evidence": 1.7}  # 1.645 * 0.02 > 0.003 + 0.01
+    figures = {"t": 3.0, "gain": 0.01, "gain_error": 0.02, "evidence": 1.7, "num_guard": 200}
     ruled = lambda **other: basis({**figures, **other}, -2.0, 1.0)
     assert ruled() == "likelihood"
     assert ruled(evidence=1.6) == ""  # not worse, but not surely better
@@ -196,13 +204,34 @@ def test_the_guard_accepts_evidence_only():
 
 def test_the_guard_excludes_a_loss_where_it_has_samples_enough():
     """The bound is gain - 1.645 errors >= -0.003."""
-    many = {"t": 3.0, "gain_error": 0.001, "evidence": 1.1}
+    many = {"t": 3.0, "gain_error": 0.001, "evidence": 1.1, "num_guard": 5000}
     assert basis({**many, "gain": -0.0013}, -2.0, 1.0) == ""  # lower by more than an error
     assert basis({**many, "gain": 0.0}, -2.0, 1.0) == "answers"
     assert basis({**many, "gain": 0.0, "evidence": 0.9}, -2.0, 1.0) == ""
-    fewer = {"t": 3.0, "gain_error": 0.0018, "evidence": 9.0}  # samples enough: 1.645 * 0.0018 < 0.003
+    fewer = {"t": 3.0, "gain_error": 0.0018, "evidence": 9.0, "num_guard": 1000}  # enough: 1.645 * 1.5 / 1000 < 0.003
     assert basis({**fewer, "gain": -0.0001}, -2.0, 1.0) == ""  # the bound is -0.00306
     assert basis({**fewer, "gain": 0.0001}, -2.0, 1.0) == "answers"
+    spread = {**fewer, "gain": -0.001, "gain_error": 0.0032}  # many samples whose answers differ are not too few
+    assert basis(spread, -2.0, 1.0) == ""
+    assert basis({**spread, "num_guard": 800}, -2.0, 1.0) == "likelihood"
+
+
+def test_flags_that_are_surely_wrong_labels_are_evidence():
+    few = {"t": 0.0, "gain": 0.0, "gain_error": 0.02, "evidence": 0.0, "num_guard": 200}
+    ruled = lambda **other: basis({**few, **other}, -2.0, 1.0)
+    assert ruled() == ruled(most_false=0.51) == ""
+    assert ruled(most_false=0.5) == "flags"
+    assert ruled(most_false=0.1, gain=-0.03) == ruled(most_false=0.1, t=-2.1) == ""  # answers speak against it
+
+
+def test_the_share_of_false_flags_is_bounded_by_samples_with_right_labels():
+    """Of 50 right labels, 2 are above one half; 400 of 500 training labels are right, and 100 are flagged."""
+    seen, unseen = torch.zeros(200).double(), torch.zeros(200).double()
+    seen[10], seen[150], unseen[10], unseen[120] = 400, 100, 48, 2
+    bound = chi2.ppf(0.95, 2 * 2 + 2) / 2 / 50  # of the share of right labels that are flagged
+    assert most_false(seen, unseen, 400.0) == pytest.approx(400 * bound / 100, rel=0.01)
+    assert most_false(seen, unseen, 4000.0) == 1.0
+    assert most_false(seen * 0, unseen, 400.0) == most_false(seen, unseen * 0, 400.0) == 1.0
 
 
 def test_without_samples_the_temperature_is_one():

@@ -57,7 +57,7 @@ def test_the_state_follows_from_the_records(item, numbers, said):
 def test_diverged_rows_are_counted_and_items_of_several_experiments_need_all_parts():
     given = {"P Table 2": {"panels": ["iid"], "rows": ["fedbio"]}}
     good, bad = (experiment(given, {"iid": {"fedbio": one}}) for one in (entry(3), entry(3, diverged=1.0)))
-    assert item_tables.state(item_tables.parts([good, bad])["P Table 2"]) == "reproduced; 1 of 2 rows diverged"
+    assert item_tables.state(item_tables.parts([good, bad])["P Table 2"]) == "recorded; 1 of 2 rows diverged"
     assert item_tables.state(item_tables.parts([good, experiment(given, {})])["P Table 2"]) == (
         "partly recorded, 1 of 2 rows"
     )

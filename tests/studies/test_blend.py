@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from scipy.optimize import minimize
@@ -53,6 +55,25 @@ def test_weights_of_equal_and_of_useless_members():
     np.testing.assert_allclose(blend.weights_of(np.stack([one, useless])), [0.99, 0.01], atol=1e-9)
 
 
+def test_the_loss_of_a_blend_is_that_of_samples_which_its_weights_have_not_seen():
+    rng = np.random.default_rng(2)
+    losses = rng.exponential(size=(3, 40))
+    found = np.empty(40)
+    for k in range(4):
+        mine = np.arange(40) % 4 == k
+        found[mine] = -np.log(blend.weights_of(losses[:, ~mine]) @ np.exp(-losses[:, mine]))
+    assert blend.held_loss(losses) == pytest.approx(found.mean())
+    assert blend.held_loss(np.stack([losses[0]] * 3)) == pytest.approx(losses[0].mean())
+
+
+def test_a_blend_that_held_out_samples_do_not_prefer_is_no_answer(monkeypatch):
+    monkeypatch.setattr(blend, "held_loss", lambda losses: math.inf)
+    found = fb.guarded(Regularisation(**SMALL), num_rounds=10, num_folds=2, rivals=["l2"])
+    assert found.answer == found.single
+    assert found.weights == {}
+    assert found.figures == found.contenders[found.single].figures
+
+
 def test_the_blend_is_the_mean_of_probabilities():
     one, two = drawn(30, 5, 3), drawn(30, 5, 4)
     found = blend.blended([one, two._replace(labels=one.labels)], [0.3, 0.7])
@@ -83,6 +104,13 @@ def test_figures_of_scores_are_those_that_a_run_measures(task):
         assert value == pytest.approx(result.final[name], rel=1e-5), name
 
 
+@pytest.fixture
+def preferred(monkeypatch):
+    """Let held-out samples speak for every blend."""
+    monkeypatch.setattr(blend, "held_loss", lambda losses: -math.inf)
+
+
+@pytest.mark.usefixtures("preferred")
 def test_guarded_blends_rivals_and_the_bilevel_answer():
     task = Regularisation(**SMALL)
     found = fb.guarded(task, num_rounds=10, num_folds=2, rivals=["l2"])
@@ -103,6 +131,7 @@ def test_guarded_blends_rivals_and_the_bilevel_answer():
     assert "% bilevel" in found.sentence
 
 
+@pytest.mark.usefixtures("preferred")
 def test_rivals_alone_can_be_blended():
     task = Regularisation(**SMALL)
     found = fb.guarded(task, num_rounds=10, num_folds=2, rivals=["l2", "l2_grid"], bilevel=False)
@@ -114,6 +143,7 @@ def test_rivals_alone_can_be_blended():
     assert single.figures == single.contenders["l2"].figures
 
 
+@pytest.mark.usefixtures("preferred")
 def test_a_contender_without_finite_probabilities_is_left_out(monkeypatch):
     scored = blend.scored
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel.errors import SettingError, UnknownNameError
+from fedbilevel.errors import NonFiniteError, SettingError, UnknownNameError
 from fedbilevel.problem.problem import Scopes
+from fedbilevel.runs.solve import solve
+from fedbilevel.studies import guarded as guarded_module
 from fedbilevel.tasks.few_shot_episodes import FewShotEpisodes
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.regularisation import Regularisation, _losses
@@ -210,7 +212,20 @@ def test_samples_that_no_run_learns_from_judge_without_folds():
     assert found.costs["rounds"] == 2 * (num_ways + 1)
 
 
+def test_a_bilevel_run_that_fails_leaves_the_rivals(monkeypatch):
+    def failing(problem, clients, algorithm, **options):
+        if algorithm == "self_tuned":
+            raise NonFiniteError("client 0 returned NaN.")
+        return solve(problem, clients, algorithm, **options)
+
+    monkeypatch.setattr(guarded_module, "solve", failing)
+    found = fb.guarded(Regularisation(**SMALL), num_rounds=3, num_folds=2, rivals=["l2"])
+    assert (found.single, sorted(found.contenders)) == ("l2", ["l2"])
+
+
 def test_what_cannot_be_guarded_is_refused():
+    with pytest.raises(SettingError, match="every rival failed in some fold"):
+        guarded_module._chosen({}, {})
     with pytest.raises(SettingError, match="task is 'regularisation', expected a task with its settings"):
         fb.guarded("regularisation", num_rounds=2)
     with pytest.raises(SettingError, match="quadratic has no rival that ends well: use solve"):

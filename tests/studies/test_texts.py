@@ -174,7 +174,7 @@ def test_the_answer_is_the_prior_unless_held_out_text_says_otherwise(monkeypatch
 
 def test_doge_sees_as_many_tokens_and_returns_weights():
     one = study(num_rounds=4, num_trial=7)
-    assert budget(one) == 4 * 5 + 3 * 7 + 4 * 7
+    assert budget(one) == 4 * 5 + 3 * 7 + 5 * 7
     assert rounds_of(one) == budget(one) // 2
     weights = doge(one, one.problem().y0)
     assert sum(weights.values()) == pytest.approx(1)
@@ -248,6 +248,15 @@ def test_a_source_that_helps_in_the_mixture_only_returns_if_the_bilevel_run_kept
     assert trials.cut(one, None, {"a": 0.5, "b": 0.3, "c": 0.2}).weights["b"] == 0
 
 
+def test_bilevel_weights_with_a_source_that_returned_are_tried_as_they_are_used(monkeypatch):
+    one, learned = study(num_trial=5, num_train=1), {"a": 0.6, "b": 0.1, "c": 0.3}
+    seen = judged(monkeypatch, one, lambda w: 0.05 if w["b"] == 1 else -0.1 - 0.2 * math.sqrt(w["b"]) - w["a"])
+    found = trials.cut(one, None, learned)
+    assert found.weights == pytest.approx(learned)
+    assert [weights for weights, _ in seen[-2:]] == [pytest.approx(one.prior()), pytest.approx(learned)]
+    assert found.rounds <= trials.most_rounds(one)
+
+
 def test_bilevel_weights_replace_the_priors_on_evidence_and_without_many_repetitions(monkeypatch):
     learned = {"a": 0.6, "b": 0.1, "c": 0.3}
     for num_train, slope, graded in ((1, -1.0, True), (1, 1.0, False), (100, -1.0, False)):
@@ -298,7 +307,7 @@ def test_rows_of_the_experiment_have_their_weights():
     searched = {method: one["search_tokens"] for method, one in found.items()}
     assert searched["clean"] == searched["target"] == 0
     assert searched["uncut"] == (3 + 5 * 3) * 4 * 4 * 4
-    assert searched["doge"] == (3 + 5 * 3 + 8 * 3 + 9 * 3) * 4 * 4 * 4
+    assert searched["doge"] == (3 + 5 * 3 + 8 * 3 + 10 * 3) * 4 * 4 * 4
     with pytest.raises(UnknownNameError, match="method"):
         run(method="best")
     with pytest.raises(UnknownNameError, match="data"):

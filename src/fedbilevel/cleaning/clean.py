@@ -15,7 +15,7 @@ from fedbilevel.cleaning.findings import findings
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Training
 from fedbilevel.cleaning.last_network import retrained
 from fedbilevel.cleaning.outcome import Cleaning, caveats
-from fedbilevel.cleaning.prepared import Features, Prepared, prepared
+from fedbilevel.cleaning.prepared import Features, Prepared, checked, prepared
 from fedbilevel.cleaning.truth import Classifier, of_clients, tested
 from fedbilevel.detectors._scored import Scored
 from fedbilevel.detectors.detector import Detector
@@ -117,8 +117,16 @@ def clean_labels(
         describe={"cleaning": {"flag": flag, **({} if names is None else {"names": named})}}, **where,
     )  # fmt: skip
     cleaning = _outcome(chosen, ready, result, spent, flag, named, labelled, files)
-    if retrain:
-        cleaning = replace(cleaning, last=retrained(clients, cleaning.flags, cleaning.posteriors, how, **where))
+    if retrain and "verdict" in result.state.found:  # an interrupted run has no posteriors yet
+        last = retrained(
+            [checked(one, i) for i, one in enumerate(clients)],
+            cleaning.flags,
+            cleaning.posteriors,
+            how,
+            chosen,
+            **where,
+        )
+        cleaning = replace(cleaning, last=last)
     if result.path is not None and engine == "simulation":
         _write(Record(result.path), cleaning, ready, clients)
     return cleaning

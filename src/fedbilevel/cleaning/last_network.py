@@ -21,15 +21,13 @@ import numpy as np
 
 from fedbilevel.cleaning.fold_networks import Network, Training, train_network
 from fedbilevel.detectors._decisions import TEMPERATURES, basis, judged, temperature
+from fedbilevel.detectors.detector import Detector
 from fedbilevel.errors import SettingError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.draws import Stream
 
 CANDIDATES = ("pruned", "corrected", "soft")
 USUAL = CANDIDATES[:2]  # soft was less accurate than pruned with the labels that were used for choices
-HELD_SHARE = 0.5  # of the clean samples, as that of detectors
-LEAST_CLEAN = 20  # as that of detectors
-_REJECT_BELOW, _ACCEPT_ABOVE = -2.0, 1.0  # as those of detectors
 _TINY = 1e-12  # the smallest probability with a logarithm
 
 Train = Callable[..., Network]
@@ -63,10 +61,11 @@ class Choice(NamedTuple):
 
 def retrained(
     clients: Sequence[Holdings], flags: Sequence[np.ndarray], posteriors: Sequence[np.ndarray], training: Training,
-    *, seed: int, **where: Any,
+    detector: Detector, *, seed: int, **where: Any,
 ) -> Choice:  # fmt: skip
     """Train the network of the given labels and the usual candidates, and let the guard choose.
 
+    detector: its settings are those of the guard.
     where: device, dtype and engine, as in `solve`.
     """
     if where.get("engine", "simulation") != "simulation":
@@ -79,17 +78,17 @@ def retrained(
     num_classes = posteriors[0].shape[1]
     fit = lambda these, targets: train_network(these, num_classes, training, targets=targets, seed=seed, **where)
     candidates = ((name, trained(name, some, flags, posteriors, fit)) for name in USUAL)
-    return chosen(fit(some, None), candidates, unread(clients, seed))
+    return chosen(fit(some, None), candidates, unread(clients, detector.held_share(), seed), detector)
 
 
-def unread(clients: Sequence[Holdings], seed: int) -> dict[str, np.ndarray]:
+def unread(clients: Sequence[Holdings], share: float, seed: int) -> dict[str, np.ndarray]:
     """Return the clean samples that only the guard of a detector reads in a run with this seed."""
     found: dict[str, list[np.ndarray]] = {"image": [], "label": []}
     for i, client in enumerate(clients):
         val: Any = client.get("val", {"label": ()})
         num = len(val["label"])
         if num > 1:  # a client with one clean sample has none for the guard
-            held = Stream(seed).divided("held", i, num, HELD_SHARE)[1].numpy()
+            held = Stream(seed).divided("held", i, num, share)[1].numpy()
             for name, parts in found.items():
                 parts.append(np.asarray(val[name])[held])
     if not found["label"]:
@@ -128,24 +127,29 @@ def without(clients: Sequence[Mapping[str, np.ndarray]], flags: Sequence[np.ndar
     return found
 
 
-def chosen(plain: Network, candidates: Iterable[tuple[str, Network]], clean: Mapping[str, np.ndarray]) -> Choice:
-    """Choose a network by clean samples that no other step has read."""
+def chosen(
+    plain: Network, candidates: Iterable[tuple[str, Network]], clean: Mapping[str, np.ndarray], detector: Detector
+) -> Choice:
+    """Choose a network by clean samples that no training has read.
+
+    A cut at a false-discovery rate has read them, so flags at such a cut favour the networks without them.
+    """
     before = plain.probabilities(clean["image"])
     name, network, best, figures = "as_given", plain, before, {}
     for own, candidate in candidates:
         p = candidate.probabilities(clean["image"])
-        figures[own] = guarded(p, before, clean["label"])
+        figures[own] = guarded(p, before, clean["label"], detector)
         if name == "as_given":
             better = figures[own]["verdict"] == "accepted"
         else:
-            against = guarded(p, best, clean["label"])
+            against = guarded(p, best, clean["label"], detector)
             better = against["verdict"] == "accepted" and against["gain"] >= 2 * against["gain_error"]
         if better:
             name, network, best = own, candidate, p
     return Choice(name, network, figures)
 
 
-def guarded(cleaned: np.ndarray, plain: np.ndarray, label: np.ndarray) -> dict[str, Any]:
+def guarded(cleaned: np.ndarray, plain: np.ndarray, label: np.ndarray, detector: Detector) -> dict[str, Any]:
     """Compare class probabilities (n, C) of two networks by the rule of detectors.
 
     Returns the figures of `judged`, with `verdict` ("accepted", "rejected", "unchecked") and `basis`.
@@ -157,8 +161,8 @@ def guarded(cleaned: np.ndarray, plain: np.ndarray, label: np.ndarray) -> dict[s
     better, gain, fair = own(logs[0]) - own(logs[1]), right[0] - right[1], own(heated[0]) - own(heated[1])
     sums = (len(label), *_moments(better), *_moments(gain), right[1].sum(), *_moments(fair))
     figures: dict[str, Any] = judged(*map(float, sums))
-    unchecked = len(label) < LEAST_CLEAN or len(np.unique(label)) < cleaned.shape[1]
-    by = "" if unchecked else basis(figures, _REJECT_BELOW, _ACCEPT_ABOVE)
+    unchecked = len(label) < detector.least_clean or len(np.unique(label)) < cleaned.shape[1]
+    by = "" if unchecked else basis(figures, detector.reject_below, detector.accept_above)
     return {**figures, "basis": by, "verdict": "unchecked" if unchecked else "accepted" if by else "rejected"}
 
 

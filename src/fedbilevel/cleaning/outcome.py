@@ -169,8 +169,12 @@ class Cleaning:
                 f"{first}, but the cleaning is rejected: {measured}, which is no sure gain, so the model is the one of "
                 "the given labels."
             )
-        few = " So few samples cannot exclude a loss of 0.3 points, so the log-likelihood decided."
-        return f"{first}, and the cleaning is accepted: {measured}.{few * (self.found.get('basis') == 'likelihood')}"
+        why = {
+            "likelihood": " So few samples cannot exclude a loss of 0.3 points, so the log-likelihood decided.",
+            "flags": f" At most {self.found.get('most_false', 1.0):.0%} of the flags are false, with a probability of "
+            "95 %, which decided.",
+        }
+        return f"{first}, and the cleaning is accepted: {measured}.{why.get(self.found.get('basis', ''), '')}"
 
     @property
     def sentences(self) -> list[str]:

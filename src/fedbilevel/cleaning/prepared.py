@@ -58,8 +58,8 @@ def prepared(
     every client of a run needs that role.
     """
     check_clients(clients)
-    checked = [_checked(client, i) for i, client in enumerate(clients)]
-    labels = np.concatenate([part["label"] for client in checked for part in client.values()])
+    given = [checked(client, i) for i, client in enumerate(clients)]
+    labels = np.concatenate([part["label"] for client in given for part in client.values()])
     found = int(labels.max()) + 1 if num_classes is None else num_classes
     if found < 2 or labels.min() < 0 or labels.max() >= found:
         raise ProblemError(
@@ -68,16 +68,16 @@ def prepared(
         )
     network: Any = None
     if isinstance(features, str) and features == "trained":
-        network = train_network(checked, found, **where)
+        network = train_network(given, found, **where)
     elif isinstance(features, str) and features in ("out_of_fold", "refined"):
-        own = [client["train"] for client in checked]
+        own = [client["train"] for client in given]
         network = train_folds(own, found, training, targets=None if first is None else first[1], **where)
         network = network if first is None else first[0] + network
-    rows = _rows_of(features if network is None else network, checked[0]["train"]["image"])
+    rows = _rows_of(features if network is None else network, given[0]["train"]["image"])
     own_rows = rows if not isinstance(network, FoldNetworks) else lambda some: rows_of(network.unseen(some))
     changed = [
         {role: {**part, "image": (own_rows if role == "train" else rows)(part["image"])} for role, part in one.items()}
-        for one in checked
+        for one in given
     ]
     dims = {part["image"].shape[1] for one in changed for part in one.values()}
     if len(dims) > 1 or max(dims) > MOST_FEATURES:
@@ -90,7 +90,8 @@ def prepared(
     return Prepared(task, task.problem(Shapes.of(whole[0], found)), whole, found, rows, network)
 
 
-def _checked(client: Holdings, number: int) -> dict[str, dict[str, np.ndarray]]:
+def checked(client: Holdings, number: int) -> dict[str, dict[str, np.ndarray]]:
+    """Return the images and labels of a client as arrays."""
     roles = {}
     for role in ("train", "val", "test"):
         if role not in client:

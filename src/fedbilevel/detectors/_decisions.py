@@ -13,6 +13,7 @@ NUM_BINS = 200  # of the log-odds of a wrong label
 TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # factors of scores, 1/16 to 16
 MOST_LOSS = 0.003  # share of right answers that an accepted classifier may lose
 ONE_SIDED = 1.645  # standard errors of a one-sided bound of 95 %
+MOST_FALSE = 0.5  # share of false flags up to which the flags themselves speak for a cleaning
 ROUNDING = 1e-12  # spread that is no difference
 
 
@@ -32,6 +33,18 @@ def discovery_cut(seen: Tensor, unseen: Tensor, num_right: float, rate: float) -
         return None
     first = int(good[0])
     return {"log_odds": _rows.edge(first, NUM_BINS), "flags": float(flags[first]), "false": float(false[first])}
+
+
+def most_false(seen: Tensor, unseen: Tensor, num_right: float) -> float:
+    """Return the 95 % bound of the share of false flags, where P(wrong) above one half is a flag.
+
+    seen, unseen: as in `discovery_cut`; the bound is 1 at most, and 1 without flags or unseen samples.
+    """
+    flags, false = (float(counts[len(counts) // 2 :].sum()) for counts in (seen, unseen))
+    if not flags or not float(unseen.sum()):
+        return 1.0
+    bound = float(upper_bound(unseen.new_tensor(false))) / float(unseen.sum())
+    return min(1.0, num_right * bound / flags)
 
 
 def upper_bound(count: Tensor) -> Tensor:
@@ -64,13 +77,18 @@ def judged(
     t = lambda total, square: total / num / spread(total, square) if spread(total, square) > ROUNDING else 0.0
     figures = {
         "num_guard": num, "t": t(better, squares), "gain": gain / num,
-        "gain_error": max(spread(gain, gain_squares), 1.5 / num), "plain_accuracy": right / num,
+        "gain_error": max(spread(gain, gain_squares), least_error(num)), "plain_accuracy": right / num,
     }  # fmt: skip
     return {**figures, "evidence": t(*fair)} if fair else figures
 
 
+def least_error(num: float) -> float:
+    """Return the standard error of a gain if no answer of num samples differs: it is below 3 / num then."""
+    return 1.5 / num
+
+
 def basis(figures: Mapping[str, float], reject_below: float, accept_above: float) -> str:
-    """Return what the guard accepts by, "answers" or "likelihood", or "" if it rejects.
+    """Return what the guard accepts by, "answers", "flags" or "likelihood", or "" if it rejects.
 
     A classifier that is unsure of noisy labels has a low likelihood even where it is right more often.
     So a likelihood that is not lower is no evidence for the other classifier. The evidence is the
@@ -79,13 +97,18 @@ def basis(figures: Mapping[str, float], reject_below: float, accept_above: float
     Accuracy is what users read, so right answers must exclude a loss of MOST_LOSS with a one-sided bound
     of 95 %. Where the samples are too few for that bound even if no answer is lost, the likelihood
     decides alone, with the same bound on its own.
+
+    A few hundred samples hardly tell two good classifiers apart, but they tell how often a right label
+    is flagged. Flags most of which are surely wrong labels are evidence, unless answers speak against it.
     """
     gain, error, evidence = figures["gain"], figures["gain_error"], figures["evidence"]
     if figures["t"] < reject_below or gain < -error:
         return ""
     if gain >= 2 * error:
         return "answers"
+    if figures.get("most_false", 1.0) <= MOST_FALSE:
+        return "flags"
     if gain - ONE_SIDED * error >= -MOST_LOSS:
         return "answers" if evidence >= accept_above else ""
-    too_few = ONE_SIDED * error > MOST_LOSS
+    too_few = ONE_SIDED * least_error(figures["num_guard"]) > MOST_LOSS
     return "likelihood" if too_few and evidence >= max(ONE_SIDED, accept_above) else ""

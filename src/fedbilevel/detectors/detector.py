@@ -34,7 +34,15 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows, _state
 from fedbilevel.detectors._classifiers import NAMES, Classifiers
-from fedbilevel.detectors._decisions import NUM_BINS, TEMPERATURES, basis, discovery_cut, judged, temperature
+from fedbilevel.detectors._decisions import (
+    NUM_BINS,
+    TEMPERATURES,
+    basis,
+    discovery_cut,
+    judged,
+    most_false,
+    temperature,
+)
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import HELD, Clients
@@ -185,8 +193,10 @@ class Detector(Classifiers):
         )  # fmt: skip
         seen, unseen = (part.double() * fed.num_clients for part in (sums.seen, sums.unseen))
         wrong, num = float(sums.wrong) * fed.num_clients, float(seen.sum())
-        cut = discovery_cut(seen, unseen, num - wrong, self.rate) if bool(state.weights.any()) else None
-        return {"noise": wrong / num, "num_unseen": float(unseen.sum()), "cut": cut}
+        scored = bool(state.weights.any())
+        cut = discovery_cut(seen, unseen, num - wrong, self.rate) if scored else None
+        false = most_false(seen, unseen, num - wrong) if scored else 1.0
+        return {"noise": wrong / num, "num_unseen": float(unseen.sum()), "cut": cut, "most_false": false}
 
     @phase
     def odds(
@@ -234,7 +244,7 @@ class Detector(Classifiers):
         figures = judged(*(found.sums.double() * fed.num_clients).tolist())
         unseen = int((found.classes * fed.num_clients < 0.5).sum())  # classes that the guard cannot speak for
         unchecked = figures["num_guard"] < self.least_clean or unseen > 0
-        by = "" if unchecked else basis(figures, self.reject_below, self.accept_above)
+        by = "" if unchecked else basis({**state.found, **figures}, self.reject_below, self.accept_above)
         verdict = "unchecked" if unchecked else "accepted" if by else "rejected"
         l2 = dict(zip(NAMES, self.strengths(state)[0], strict=True))
         whole = {

@@ -94,7 +94,7 @@ class Sampler:
             return known
         draw = partial(stream.orders, "cohort", SERVER, self.num_clients, first=self.size)
         room = _AHEAD // (self.num_clients * self._most_calls)
-        if not follows or room < 2:
+        if not follows or room < 2 or call < 1:
             return draw(iterations=range(iteration, iteration + 1), calls=range(call, call + 1))[0].sort()[0]
         iterations, calls = range(iteration, min(iteration + room, 2**32)), range(1, self._most_calls + 1)
         places = ((stream, when, number) for when in iterations for number in calls)

@@ -43,7 +43,7 @@ def state(own: Sequence[Part]) -> str:
     if len(there) < len(every):
         first = f"partly recorded, {len(there)} of {len(every)} rows"
     elif all(record["repetitions"] >= part.needed for part, record in there):
-        first = "reproduced"
+        first = "recorded" if any("diverged" in record["figures"] for _, record in there) else "reproduced"
     else:
         first = f"recorded with fewer than {needed} repetitions"
     diverged = sum("diverged" in record["figures"] for _, record in there)

@@ -5,9 +5,9 @@ each class in place of the label are minus the logarithms of probabilities, up t
 `normalised` removes, such as a penalty of x.
 
 Classifiers differ in how sure they are: weight decay makes small logits, training to the minimum
-without it makes large logits. The loss then ranks classifiers by their scale instead of by their answers. So each
-classifier first gets one temperature, the factor of its log-probabilities with the largest
-likelihood of held-out samples. Then the blend averages probabilities. The weights w maximise
+without it makes large logits. The loss then ranks classifiers by their scale instead of by their
+answers. So each classifier first gets one temperature, the factor of its log-probabilities with the
+largest likelihood of held-out samples. Then the blend averages probabilities. The weights w maximise
 
     sum_j log sum_k w_k p_k(label_j)   + sum_k log w_k       (held-out samples j, classifiers k)
 
@@ -103,6 +103,16 @@ def weights_of(losses: np.ndarray) -> np.ndarray:
         parts = np.exp(shares - np.logaddexp.reduce(shares, axis=0))
         weights = (parts.sum(1) + 1) / (size + num)
     return weights
+
+
+def held_loss(losses: np.ndarray, num_parts: int = 4) -> float:
+    """Return the mean loss of the blend on samples (classifiers, samples) that its weights have not seen."""
+    parts, found = np.arange(losses.shape[1]) % num_parts, []
+    for k in range(num_parts):
+        apart = losses[:, parts == k]
+        weights = weights_of(losses[:, parts != k])
+        found.append(-np.logaddexp.reduce(np.log(weights)[:, None] - apart, axis=0))
+    return float(np.concatenate(found).mean())
 
 
 def blended(members: Sequence[Scores], weights: Sequence[float]) -> Scores:

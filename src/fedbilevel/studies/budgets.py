@@ -66,7 +66,7 @@ def _wrong(figures: Mapping[str, Any]) -> str:
     if "diverged" in figures:
         return "diverged"
     for name, value in figures.items():
-        if name.endswith("_accuracy") and value["mean"] < CHANCE:
+        if name == "test_accuracy" and value["mean"] < CHANCE:
             return f"{name.replace('_', ' ')} {100 * value['mean']:.2f} %"
         if name.endswith("_loss") and not value["mean"] < HUGE:
             return f"{name.replace('_', ' ')} {value['mean']:.2g}"

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from fedbilevel.columns import figures_of
-from fedbilevel.errors import ProblemWarning, SettingError, UnknownNameError
+from fedbilevel.errors import NonFiniteError, ProblemWarning, SettingError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.draws import Stream
 from fedbilevel.problem.holdings import fields_of
@@ -189,6 +189,8 @@ def guarded(
 def _chosen(final: Mapping[str, Contender], paid: Mapping[str, float]) -> Guarded:
     """Choose the rival, the refit and the single answer by losses of samples that no run saw."""
     plain = [name for name in final if not name.startswith(_BILEVEL)]
+    if not plain:
+        raise SettingError("every rival failed in some fold, so there is nothing to compare with: use solve() instead.")
     best = min(plain, key=lambda name: final[name].held_loss)
     contenders, answer, difference, error = {name: final[name] for name in plain}, best, 0.0, 0.0
     if learned := [one for name, one in final.items() if name not in plain]:
@@ -201,11 +203,14 @@ def _chosen(final: Mapping[str, Contender], paid: Mapping[str, float]) -> Guarde
 
 
 def _blended(found: Guarded, task: Task, num_classes: int) -> Guarded:
-    """Return the blend of all contenders, with weights by samples that no run saw."""
+    """Return the blend of all contenders, with weights by samples that no run saw, if they speak for it."""
     contenders = found.contenders
-    if not all("test" in client for one in contenders.values() for client in one.clients):
+    if not all("label" in client.get("test", {}) for one in contenders.values() for client in one.clients):
         return found
-    weights = blends.weights_of(np.stack([one.losses for one in contenders.values()])).tolist()
+    losses = np.stack([one.losses for one in contenders.values()])
+    if not blends.held_loss(losses) < contenders[found.single].held_loss:
+        return found
+    weights = blends.weights_of(losses).tolist()
     members = [_scored(one, "test", num_classes).tempered(one.factor) for one in contenders.values()]
     shares = dict(zip(contenders, weights, strict=True))
     figures = task.graded(*blends.blended(members, weights))
@@ -264,7 +269,12 @@ def _bilevel(
     task: Task, problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any]
 ) -> dict[str, tuple[Problem, Sequence[Holdings], Result]]:
     """Return the bilevel run and its refits, each with its problem and clients."""
-    answer = solve(problem, clients, task.automatic, **options, **task.suggestions(task.automatic))
+    try:
+        answer = solve(problem, clients, task.automatic, **options, **task.suggestions(task.automatic))
+    except NonFiniteError:
+        return {}  # the rivals still have an answer
+    if answer.stopped == "failed":
+        return {}
     runs = {_BILEVEL: (problem, clients, answer)}
     x = _common(answer.x)
     for label, way in task.refits(problem, clients, x).items() if x is not None else ():

@@ -82,7 +82,7 @@ def num_rounds(study: TextStudy, name: str) -> int:
 def most_rounds(study: TextStudy) -> int:
     """Return the largest number of rounds that `cut` takes: rivals may use as many."""
     names = study.texts.names
-    return sum(num_rounds(study, name) for name in names) + (len(names) + 1) * study.settings.num_trial
+    return sum(num_rounds(study, name) for name in names) + (len(names) + 2) * study.settings.num_trial
 
 
 def cut(study: TextStudy, y: Any, learned: Mapping[str, float]) -> Cut:
@@ -104,14 +104,16 @@ def cut(study: TextStudy, y: Any, learned: Mapping[str, float]) -> Cut:
         return Cut(prior, alone, spent)
     held = {name for name in prior if learned[name] >= LOWERED * prior[name]}
     good = {name for name, gap in alone.items() if gap.better or (name in held and not gap.worse)}
-    doubted, other = held - good, among(learned, good)
-    graded = _repetitions(study, other) <= REPEATED
-    if not doubted and not graded:
-        return Cut(among(prior, good), alone, spent)
-    plain = judged(among(prior, good), trial)
-    kept = good | {one for one in sorted(doubted) if Gap.of(judged(among(prior, good | {one}), trial), plain).better}
-    if graded and Gap.of(judged(other, trial), plain).better:
-        return Cut(among(learned, kept), alone, spent)
+    doubted, kept, plain = sorted(held - good), good, None
+    if doubted:
+        plain = judged(among(prior, good), trial)
+        kept = good | {one for one in doubted if Gap.of(judged(among(prior, good | {one}), trial), plain).better}
+    graded = among(learned, kept)
+    if _repetitions(study, graded) <= REPEATED:
+        if plain is None or kept != good:
+            plain = judged(among(prior, kept), trial)
+        if Gap.of(judged(graded, trial), plain).better:
+            return Cut(graded, alone, spent)
     return Cut(among(prior, kept), alone, spent)
 
 

@@ -137,11 +137,11 @@ def _search(experiment: Experiment, panel: str, row: str, seed: int) -> Grid | H
             f"{experiment.path} declares no ranges for the row {row!r}: "
             f"add [tune.rows.{row}], or give it values of what is in [tune.ranges]."
         )
-    if all(isinstance(values, list) for values in ranges.values()):
-        return Grid(ranges)
-    if "search" in plan:
+    if "search" in plan:  # before grids: every row has the same number of trials
         start = _start(experiment, panel, row)
         return Hypercube(ranges, {**own_values(start), **_dotted(start)}, plan.get("trials", 20), seed)
+    if all(isinstance(values, list) for values in ranges.values()):
+        return Grid(ranges)
     return Optuna(ranges, plan.get("trials", 20), seed)
 
 

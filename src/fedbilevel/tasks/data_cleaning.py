@@ -273,6 +273,11 @@ class DataCleaning(Task):
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return the given labels of the training images, and the parts of the clients."""
         labels = images.label[train]
+        if self.noisy_clients < 1 and (self.noise_most is None or self.flip == "human"):
+            raise ProblemError(
+                f"noisy_clients is {self.noisy_clients}, but noise is the same at all clients: set noise_most too, and "
+                "another flip than 'human'."
+            )
         parts = lambda: spread(labels, self.num_clients, self.partition, rng, alpha=self.alpha, share=self.presence)
         if self.flip == "human":
             if self.data != "cifar10" or self.share != 1:

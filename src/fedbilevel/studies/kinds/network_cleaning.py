@@ -49,6 +49,7 @@ from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, r
 from fedbilevel.cleaning.last_network import USUAL, chosen, guarded, trained, without
 from fedbilevel.cleaning.outcome import Cleaning
 from fedbilevel.cleaning.truth import compared
+from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.runs.options import torch_device
 from fedbilevel.settings import Settings, made, setting
 from fedbilevel.studies import given
@@ -151,8 +152,9 @@ class Work:
         own = {"transition": settings.transition}
         first = self._detected("given", self.folds("given"), "label_em", own)
         again = self.folds("given") + self.folds(f"refined {settings.transition}", first.posteriors)
-        soft = self._detected("both", again, "label_em", own)
-        found = soft if settings.flag_by == "label_em" else self._detected("both", again, "confident", {})
+        both = f"both, {settings.transition}"
+        soft = self._detected(both, again, "label_em", own)
+        found = soft if settings.flag_by == "label_em" else self._detected(both, again, "confident", {})
         detected = {id(one): one for one in (first, found, soft)}.values()
         parts = (again.cost, *(one.result.rows[-1] for one in detected))
         cost = {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes")}
@@ -161,7 +163,7 @@ class Work:
         )  # fmt: skip
         if settings.last == "chosen":
             candidates = [(name, train(name)) for name in USUAL]
-            choice = chosen(self.plain(), candidates, self.clean())
+            choice = chosen(self.plain(), candidates, self.clean(), LabelEM())
             self.say(f"the guard chose {choice.name}")
             network = candidates[0][1] if choice.name == "as_given" else choice.network
             for _, other in candidates:
@@ -218,7 +220,7 @@ class Work:
         guard = self.clean()
         test = {name: np.concatenate([one["test"][name] for one in self.clients]) for name in ("image", "label")}
         after, before = (one.probabilities(guard["image"]) for one in (cleaned, plain))
-        found = guarded(after, before, guard["label"])
+        found = guarded(after, before, guard["label"], LabelEM())
         accepted = found["verdict"] == "accepted"
         scores = [
             float((one.probabilities(test["image"]).argmax(1) == test["label"]).mean()) for one in (cleaned, plain)
