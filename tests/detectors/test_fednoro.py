@@ -139,7 +139,7 @@ def test_noisy_clients_are_the_upper_part_of_the_losses_after_the_warm_up():
     clients, noisy = some_noisy_clients()
     found = fb.clean_labels(clients, detector="fednoro", dtype=torch.float64, l2=0.03)
     assert {i for i, flag in enumerate(found.found["noisy"]) if flag} == noisy
-    assert found.verdict == "accepted"
+    assert found.found["gain"] > 0
     for i, (client, flags) in enumerate(zip(clients, found.flags, strict=True)):
         wrong = client["train"]["wrong"]
         if i in noisy:

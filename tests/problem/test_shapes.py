@@ -324,7 +324,7 @@ def test_without_anything_to_measure_losses_are_left(built):
     clients = [without(without(client, "test"), "train", "wrong") for client in built["cleaning"].clients]
     problem = TASKS["cleaning"][0].problem(Shapes.of(clients[0], 10))
     fed = simulate(problem, clients)
-    assert set(fed.measure(fed.host.x0, fed.host.y0)) == {"upper_loss", "lower_loss"}
+    assert set(fed.measure(fed.host.x0, fed.host.y0)) == {"upper_loss", "lower_loss", "validation_error"}
 
 
 def test_marks_may_be_noughts_and_ones(built):

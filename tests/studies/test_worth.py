@@ -127,7 +127,7 @@ def test_every_row_of_the_experiment_is_a_way_to_solve_its_task():
             if task.name() not in rivals:  # on the embedded data, which need no files
                 small = {"num_clients": 4} if "num_clients" in task.asdict() else {}
                 rivals[task.name()] = set(type(task)(**small).rivals())
-            known = {"self_tuned", "guarded", "started", *rivals[task.name()]}
+            known = {"self_tuned", "guarded", "started", "blended", *rivals[task.name()]}
         assert method in known, job.key
 
 
