@@ -307,7 +307,7 @@ def test_rows_of_the_experiment_have_their_weights():
     searched = {method: one["search_tokens"] for method, one in found.items()}
     assert searched["clean"] == searched["target"] == 0
     assert searched["uncut"] == (3 + 5 * 3) * 4 * 4 * 4
-    assert searched["doge"] == (3 + 5 * 3 + 8 * 3 + 10 * 3) * 4 * 4 * 4
+    assert searched["doge"] == (3 + (5 * 3 + 8 * 3 + 10 * 3) // 2 * 2) * 4 * 4 * 4  # pairs of batches
     with pytest.raises(UnknownNameError, match="method"):
         run(method="best")
     with pytest.raises(UnknownNameError, match="data"):

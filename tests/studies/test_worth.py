@@ -61,7 +61,7 @@ def test_rows_are_the_runs_of_the_task():
     guarded = fb.guarded(task, num_rounds=12, seed=1)
     found = run(**common, method="guarded").figures
     assert found["figure"] == guarded.figures["test_loss"]
-    assert found["bilevel"] == guarded.weights["bilevel"]
+    assert found["bilevel"] == guarded.share
     plain = fb.guarded(task, num_rounds=12, seed=1, bilevel=False)
     found = run(**common, method="blended").figures
     assert (found["figure"], found["bilevel"]) == (plain.figures["test_loss"], 0)
