@@ -13,8 +13,9 @@ task has classes (`Task.graded`), by their cross-entropy at the best temperature
 Over all folds, they choose the best rival, and whether y is refitted. The best single answer is the
 rival, unless the bilevel answer is better by more than one standard error of the paired difference.
 Where the task has classes, the answer is a blend of the rivals and the bilevel answer, if the samples
-prefer it to the best single answer, and unless `blend` is False. Test samples have no influence. Where a task has samples that no run learns from
-(`Task.judge`), there are no folds: the right answers of every client to these samples choose.
+prefer it to the best single answer, and unless `blend` is False. Test samples have no influence.
+Where a task has samples that no run learns from (`Task.judge`), there are no folds: the right answers of
+every client to these samples choose.
 """
 
 from __future__ import annotations
