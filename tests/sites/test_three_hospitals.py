@@ -124,7 +124,7 @@ def test_private_weights_are_at_their_hospital_alone(played):
         assert bool((own["x.logit"] != 0).any())
         lines = [json.loads(line) for line in (folder / f"kits/{hospital}/site/left.jsonl").read_text().splitlines()]
         assert {array["shape"][-1] for line in lines for array in line["arrays"]} == {
-            5,
+            7,
             650,
         }  # none has a number for each sample
     assert {
