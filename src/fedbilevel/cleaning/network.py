@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, linear, max_pool2d
 
+from fedbilevel.cleaning.square_network import standardised
 from fedbilevel.data.random_features import RandomConvolutions
 from fedbilevel.problem.problem import Problem
 from fedbilevel.runs.solve import solve
@@ -80,9 +81,7 @@ def train_network(
 
 def hidden(y: Mapping[str, Tensor], images: Tensor, side: int, channels: int) -> Tensor:
     """Return the last hidden layer of the network y."""
-    rows = images.reshape(len(images), -1)
-    rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
-    found = rows.reshape(-1, channels, side, side)
+    found = standardised(images).reshape(-1, channels, side, side)
     for number in range(len(_filters(side, channels))):
         found = max_pool2d(conv2d(found, y[f"{number}.weight"], y[f"{number}.bias"], padding=1).relu(), 2)
     return linear(found.flatten(1), y["hidden.weight"], y["hidden.bias"]).relu()

@@ -11,30 +11,17 @@ samples, so clients whose data differ do not disturb each other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, group_norm, linear, max_pool2d
 
-from fedbilevel.data.random_features import RandomConvolutions
+from fedbilevel.cleaning.square_network import GROUP, SquareNetwork, standardised
 
-_GROUP = 16  # channels that are normalised together
 _CALM = 0.125  # factor of the scores, so that the first steps are short
 
 
-class Residual(NamedTuple):
-    side: int
-    channels: int
-    width: int
-    num_classes: int
-
-    @classmethod
-    def of(cls, num_pixels: int, width: int, num_classes: int) -> Residual:
-        """Return the network for images with this many numbers, which are square."""
-        shape = RandomConvolutions.of(num_pixels)
-        return cls(shape.side, shape.channels, width, num_classes)
-
+class Residual(SquareNetwork):
     def layers(self) -> dict[str, tuple[int, int]]:
         """Return the numbers of filters and of their channels, by layer."""
         w = self.width
@@ -52,15 +39,9 @@ class Residual(NamedTuple):
         y["head.weight"], y["head.bias"] = torch.zeros(self.num_classes, 8 * self.width), torch.zeros(self.num_classes)
         return y
 
-    def images(self, flat: Tensor) -> Tensor:
-        """Return flat images (n, pixels) as squares (n, channels, side, side)."""
-        return flat.reshape(-1, self.channels, self.side, self.side)
-
     def scores(self, y: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """Return the scores (n, C) of images, flat or square, each standardised by itself."""
-        rows = images.flatten(1)
-        rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
-        found = _layer(y, "first", self.images(rows))
+        found = _layer(y, "first", self.images(standardised(images)))
         found = _added(y, "add1", _layer(y, "stage1", found, halve=True))
         found = _layer(y, "stage2", found, halve=True)
         found = _added(y, "add3", _layer(y, "stage3", found, halve=True))
@@ -71,7 +52,7 @@ def _layer(y: Mapping[str, Tensor], name: str, images: Tensor, *, halve: bool = 
     found = conv2d(images, y[f"{name}.weight"], padding=1)
     if halve and found.shape[-1] > 1:
         found = max_pool2d(found, 2)
-    groups = max(1, found.shape[1] // _GROUP)
+    groups = max(1, found.shape[1] // GROUP)
     return group_norm(found, groups, y[f"{name}.scale"], y[f"{name}.shift"]).relu()
 
 

@@ -12,30 +12,17 @@ The last norm of every block starts at zero, so that a block starts as the ident
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, group_norm, linear
 
-from fedbilevel.data.random_features import RandomConvolutions
+from fedbilevel.cleaning.square_network import GROUP, SquareNetwork, standardised
 
-_GROUP = 16  # channels that are normalised together
 _NUM_STAGES, _NUM_BLOCKS = 4, 2
 
 
-class ResNet18(NamedTuple):
-    side: int
-    channels: int
-    width: int
-    num_classes: int
-
-    @classmethod
-    def of(cls, num_pixels: int, width: int, num_classes: int) -> ResNet18:
-        """Return the network for images with this many numbers, which are square."""
-        shape = RandomConvolutions.of(num_pixels)
-        return cls(shape.side, shape.channels, width, num_classes)
-
+class ResNet18(SquareNetwork):
     def layers(self) -> dict[str, tuple[int, int, int]]:
         """Return the numbers of filters and of their channels, and the side of a filter, by layer."""
         found, into = {"first": (self.width, self.channels, 3)}, self.width
@@ -60,15 +47,9 @@ class ResNet18(NamedTuple):
         y["head.weight"], y["head.bias"] = torch.zeros(self.num_classes, last), torch.zeros(self.num_classes)
         return y
 
-    def images(self, flat: Tensor) -> Tensor:
-        """Return flat images (n, pixels) as squares (n, channels, side, side)."""
-        return flat.reshape(-1, self.channels, self.side, self.side)
-
     def scores(self, y: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """Return the scores (n, C) of images, flat or square, each standardised by itself."""
-        rows = images.flatten(1)
-        rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
-        found = _layer(y, "first", self.images(rows)).relu()
+        found = _layer(y, "first", self.images(standardised(images))).relu()
         for stage in range(_NUM_STAGES):
             for block in range(_NUM_BLOCKS):
                 found = _block(y, f"stage{stage}.{block}", found, stride=2 if stage and not block else 1)
@@ -84,7 +65,7 @@ def _block(y: Mapping[str, Tensor], name: str, images: Tensor, *, stride: int) -
 def _layer(y: Mapping[str, Tensor], name: str, images: Tensor, *, stride: int = 1) -> Tensor:
     weight = y[f"{name}.weight"]
     found = conv2d(images, weight, stride=stride, padding=weight.shape[-1] // 2)
-    groups = max(1, found.shape[1] // _GROUP)
+    groups = max(1, found.shape[1] // GROUP)
     scale, shift = (y[f"{name}.{part}"].to(found.dtype) for part in ("scale", "shift"))
     with torch.autocast(found.device.type, enabled=False):  # would write norms in float32, at twice the traffic
         return group_norm(found, groups, scale, shift)

@@ -26,10 +26,9 @@ from fedbilevel.tasks.mixing import divergence
 def budget(study: TextStudy) -> int:
     """Return how many gradients `choose` takes at most before its trainings from scratch.
 
-    Those of `TextStudy.warm` are not counted. A round of `TextStudy.learn` has four gradients on
-    sources and one on the target.
+    Those of `TextStudy.warm` are not counted.
     """
-    return 5 * study.settings.num_rounds + most_rounds(study)
+    return study.learning_rounds() + most_rounds(study)
 
 
 def rounds_of(study: TextStudy) -> int:

@@ -40,6 +40,7 @@ from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
 from fedbilevel.studies import blend as blends
 from fedbilevel.studies.blend import Scores
+from fedbilevel.studies.gaps import Gap
 from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks.findings import counted
 from fedbilevel.tasks.rival import Way
@@ -196,9 +197,7 @@ def _chosen(final: Mapping[str, Contender], paid: Mapping[str, float]) -> Guarde
     contenders, answer, difference, error = {name: final[name] for name in plain}, best, 0.0, 0.0
     if learned := [one for name, one in final.items() if name not in plain]:
         contenders[_BILEVEL] = min(learned, key=lambda one: one.held_loss)
-        gaps = contenders[_BILEVEL].losses - final[best].losses
-        difference = float(gaps.mean())
-        error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else float("inf")
+        difference, error = Gap.of(contenders[_BILEVEL].losses, final[best].losses)
         answer = _BILEVEL if difference < -error else best
     return Guarded(answer, answer, best, contenders, difference, error, paid, {}, contenders[answer].figures)
 

@@ -10,8 +10,9 @@ from typing import Any
 from fedbilevel import displays
 from fedbilevel.data.tokens import Texts, read_texts
 from fedbilevel.settings import made
+from fedbilevel.studies.gaps import Gap
 from fedbilevel.studies.texts import TextMixing, TextStudy
-from fedbilevel.studies.trials import Gap, cut
+from fedbilevel.studies.trials import cut
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,7 +117,7 @@ def choose(study: TextStudy) -> MixedTexts:
     answer = "learned" if gap.mean < -gap.error else "prior"
     tested = {name: float(study.losses(y, study.texts.test).mean()) for name, y in models.items() if _has_test(study)}
     means = {name: float(losses.mean()) for name, losses in held.items()}
-    rounds = study.settings.num_warm + 5 * study.settings.num_rounds + found.rounds
+    rounds = study.settings.num_warm + study.learning_rounds() + found.rounds
     return MixedTexts(
         learned, bilevel, found.alone, prior, study.texts.sizes(), answer, gap.mean, gap.error, means, tested,
         models[answer], rounds,

@@ -109,6 +109,10 @@ class TextStudy:
         """Return y after training with the prior's weights."""
         return self._adam(self.problem(), self.clients(), self.settings.num_warm).y
 
+    def learning_rounds(self) -> int:
+        """Return the rounds of `learn` in gradients: each has four on sources and one on the target."""
+        return 5 * self.settings.num_rounds
+
     def learn(self, y: Any | None = None) -> Result:
         """Return the run that learns the weights.
 

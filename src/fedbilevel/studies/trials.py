@@ -21,39 +21,17 @@ source end there too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedbilevel.studies.gaps import Gap
 from fedbilevel.studies.texts import TextStudy
 
 LOWERED = 0.25  # of its prior weight: the bilevel run speaks against a source that has less
-ERRORS = 2.0  # standard errors that count as evidence
 REPEATED = 4  # times that a source is read without harm
 _LEAST = 10  # rounds of a trial, even if a source is short
-
-
-class Gap(NamedTuple):
-    """Mean of paired differences of losses, and its standard error."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, ours: np.ndarray, theirs: np.ndarray) -> Gap:
-        gaps = ours - theirs
-        error = gaps.std(ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
-        return cls(float(gaps.mean()), float(error))
-
-    @property
-    def better(self) -> bool:
-        return self.mean < -ERRORS * self.error
-
-    @property
-    def worse(self) -> bool:
-        return self.mean > ERRORS * self.error
 
 
 class Cut(NamedTuple):

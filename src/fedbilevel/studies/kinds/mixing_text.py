@@ -122,7 +122,7 @@ def _weights(study: TextStudy, method: str) -> tuple[dict[str, float], float]:
     """Return weights, and the rounds before they are known, in gradients on the tokens of a round."""
     warm = study.settings.num_warm
     if method == "uncut":
-        return study.weights(study.learn()), warm + 5 * study.settings.num_rounds
+        return study.weights(study.learn()), warm + study.learning_rounds()
     if method == "doge":
         return doge.doge(study, study.warm()), warm + 2 * doge.rounds_of(study)
     if method == "doremi":
