@@ -45,9 +45,9 @@ weight and its bias, are one matrix. A vector alone is a matrix of one row, and 
 
 Bias: with rho = 0 and e = 0 the limits are the points where the means of g_y, H u - f_y and f_x - J u
 vanish, which is exact. rho > 0 minimises f + rho g at y*(x) instead of f; e > 0 solves (H + e) u =
-f_y. d, B and D change the path only; the
-length of D does not vanish where m does, so steps of x must decrease. A lower level that is not convex may make B + d indefinite:
-increase d.
+f_y. d, B and D change the path only. Polar steps do not shrink with m, so x stays within about a
+step of the limit unless a schedule decreases eta_x. A lower level that is not convex may make B + d
+indefinite: increase d.
 
 Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client 1 of each of g_y, f_x, f_y,
 H u, J u, and of g_x with `lower_share`. In the first p iterations and in every p-th, one more of H v
