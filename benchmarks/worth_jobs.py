@@ -12,7 +12,8 @@ With --tune the jobs are the trials of [tune]; afterwards, `fedbilevel tune NAME
 
 A list has one line `EXPERIMENT PANELS ROWS REPETITIONS` per group of jobs, with commas between names, `-` for all,
 and `tune` instead of repetitions for trials. Groups run in this order, results go to OUT/EXPERIMENT and those of
-trials to OUT/tune-EXPERIMENT. Jobs of several experiments with equal settings run once.
+trials to OUT/tune-EXPERIMENT. Jobs of several experiments with equal settings run once. Rows that the file of the
+experiment records with these settings and as many repetitions, and searches that it records, are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 from fedbilevel.errors import ExperimentError, FedBilevelError
 from fedbilevel.runs.record import write_whole
-from fedbilevel.studies.experiment import Job, read
+from fedbilevel.studies.experiment import Experiment, Job, read
 from fedbilevel.studies.reproduce import reproduce, results
 from fedbilevel.studies.tune import independent_jobs
 
@@ -66,12 +67,26 @@ def listed(text: str, out: Path) -> list[Place]:
             raise ExperimentError(f"{line!r} is not EXPERIMENT PANELS ROWS REPETITIONS: correct the list.") from None
         chosen, where = read(name), [_names("" if part == "-" else part) for part in (panels, rows)]
         if repetitions == "tune":
-            found += [Place(job, out / f"tune-{chosen.name}") for job in independent_jobs(chosen, *where)]
+            jobs, folder = independent_jobs(chosen, *where), out / f"tune-{chosen.name}"
+            jobs = [job for job in jobs if not searched(chosen, job)]
         else:
-            number = None if repetitions == "-" else int(repetitions)
-            jobs = chosen.jobs(panels=where[0], rows=where[1], repetitions=number)
-            found += [Place(job, out / chosen.name) for job in ordered(jobs)]
+            number = chosen.content.get("repetitions", 1) if repetitions == "-" else int(repetitions)
+            jobs, folder = chosen.jobs(panels=where[0], rows=where[1], repetitions=number), out / chosen.name
+            jobs = [job for job in ordered(jobs) if not recorded(chosen, job, number)]
+        found += [Place(job, folder) for job in jobs]
     return found
+
+
+def recorded(experiment: Experiment, job: Job, number: int) -> bool:
+    there = experiment.content.get("result", {}).get(job.panel, {}).get(job.row, {})
+    return bool(there.get("settings") == job.digest and there["repetitions"] >= number)
+
+
+def searched(experiment: Experiment, trial: Job) -> bool:
+    """Return whether the file records a search of a trial's row with as many trials as [tune] asks for."""
+    own = [row for row in experiment.content["rows"] if trial.row.startswith(f"{row}-")]
+    entry = experiment.content.get("tuned", {}).get(trial.panel, {}).get(max(own, key=len), {})
+    return bool(entry.get("trials", 0) >= experiment.content["tune"].get("trials", 20))
 
 
 def _names(text: str) -> list[str]:

@@ -756,17 +756,17 @@ def test_a_list_of_jobs_runs_equal_settings_once_and_keeps_its_order(tmp_path, m
     from benchmarks import worth_jobs
 
     text = (
-        "fedbioacc-figure1 rho04 fedbio,commfedbio 2\nadafbio-comparison cleaning fednest,fedbio 2  # one is shared\n"
+        "fedbioacc-figure1 rho04 fedbio,commfedbio 9\nadafbio-comparison cleaning fednest,fedbio 9  # one is shared\n"
     )
     places = worth_jobs.listed(text, tmp_path)
-    assert [(place.folder.name, place.job.row) for place in places][::2] == [
+    assert [(place.folder.name, place.job.row) for place in places][::9] == [
         ("fedbioacc-figure1", "fedbio"),
-        ("fedbioacc-figure1", "fedbio"),
+        ("fedbioacc-figure1", "commfedbio"),
         ("adafbio-comparison", "fednest"),
-        ("adafbio-comparison", "fednest"),
+        ("adafbio-comparison", "fedbio"),
     ]
     groups = worth_jobs.equal(places)
-    assert [len(group) for group in groups] == [2, 1, 2, 1, 1, 1]
+    assert [len(group) for group in groups] == [2, 1] * 9 + [1] * 9
     assert {group[0].job.repetition == place.job.repetition for group in groups for place in group} == {True}
 
     def result(jobs, folder, *, device):
@@ -785,4 +785,25 @@ def test_a_list_of_jobs_runs_equal_settings_once_and_keeps_its_order(tmp_path, m
     assert [bool(worth_jobs.results([place.job], place.folder)) for place in groups[0]] == [True, True]
     with pytest.raises(ExperimentError, match="is not EXPERIMENT PANELS ROWS REPETITIONS"):
         worth_jobs.listed("aggitd-table2 shards", tmp_path)
-    assert {place.folder.name for place in worth_jobs.listed("headline - simfbo tune", tmp_path)} == {"tune-headline"}
+
+
+def test_a_list_leaves_out_what_the_experiment_records(tmp_path, monkeypatch):
+    from benchmarks import worth_jobs
+
+    one = worth_jobs.read("aggitd-figure4")
+    job = one.jobs(panels=["iid"], rows=["aggitd-tau1"], repetitions=1)[0]
+    entry = {"settings": job.digest, "repetitions": 3}
+    content = {**one.content, "result": {"iid": {"aggitd-tau1": entry}}, "tuned": {}}
+    monkeypatch.setattr(worth_jobs, "read", lambda name: dataclasses.replace(one, content=content))
+    rows = lambda text: [place.job.row for place in worth_jobs.listed(text, tmp_path)]
+    assert rows("aggitd-figure4 iid aggitd-tau1 3") == []
+    assert len(rows("aggitd-figure4 iid aggitd-tau1 4")) == 4
+    entry["settings"] = "other"
+    assert len(rows("aggitd-figure4 iid aggitd-tau1 3")) == 3
+    trials = worth_jobs.listed("aggitd-figure4 - aggitd-tau1 tune", tmp_path)
+    assert len(trials) == one.content["tune"]["trials"] == 10
+    assert {place.folder.name for place in trials} == {"tune-aggitd-figure4"}
+    content["tuned"] = {"shards": {"aggitd-tau1": {"trials": 9, "settings": {}}}}
+    assert len(rows("aggitd-figure4 - aggitd-tau1 tune")) == 10
+    content["tuned"]["shards"]["aggitd-tau1"]["trials"] = 10
+    assert rows("aggitd-figure4 - aggitd-tau1 tune") == []
