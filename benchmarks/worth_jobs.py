@@ -79,6 +79,8 @@ def listed(text: str, out: Path) -> list[Place]:
 
 def recorded(experiment: Experiment, job: Job, number: int) -> bool:
     there = experiment.content.get("result", {}).get(job.panel, {}).get(job.row, {})
+    if job.settings.get("indirect") and not {"indirect_share", "diverged"} & set(there.get("figures", {})):
+        return False  # recorded before this figure was measured; it is no part of the digest
     return bool(there.get("settings") == job.digest and there["repetitions"] >= number)
 
 

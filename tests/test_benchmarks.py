@@ -792,13 +792,15 @@ def test_a_list_leaves_out_what_the_experiment_records(tmp_path, monkeypatch):
 
     one = worth_jobs.read("aggitd-figure4")
     job = one.jobs(panels=["iid"], rows=["aggitd-tau1"], repetitions=1)[0]
-    entry = {"settings": job.digest, "repetitions": 3}
+    entry = {"settings": job.digest, "repetitions": 3, "figures": {"indirect_share": {"mean": 0.1}}}
     content = {**one.content, "result": {"iid": {"aggitd-tau1": entry}}, "tuned": {}}
     monkeypatch.setattr(worth_jobs, "read", lambda name: dataclasses.replace(one, content=content))
     rows = lambda text: [place.job.row for place in worth_jobs.listed(text, tmp_path)]
     assert rows("aggitd-figure4 iid aggitd-tau1 3") == []
     assert len(rows("aggitd-figure4 iid aggitd-tau1 4")) == 4
-    entry["settings"] = "other"
+    figures = entry.pop("figures")
+    assert len(rows("aggitd-figure4 iid aggitd-tau1 3")) == 3  # recorded before the share was measured
+    entry.update(settings="other", figures=figures)
     assert len(rows("aggitd-figure4 iid aggitd-tau1 3")) == 3
     trials = worth_jobs.listed("aggitd-figure4 - aggitd-tau1 tune", tmp_path)
     assert len(trials) == one.content["tune"]["trials"] == 10
