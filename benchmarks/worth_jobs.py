@@ -7,11 +7,19 @@ resumes; jobs that run when the time is up are ended without a result. All rows 
 before the next repetition, those that take longest first. A job that raises is reported at the end.
 Afterwards, `fedbilevel reproduce worth --out runs/worth --repetitions N --record` reads the results.
 With --tune the jobs are the trials of [tune]; afterwards, `fedbilevel tune NAME --out FOLDER` reads them.
+
+    python -m benchmarks.worth_jobs --list jobs.txt --processes 15 --limit 1500 --out runs/papers
+
+A list has one line `EXPERIMENT PANELS ROWS REPETITIONS` per group of jobs, with commas between names, `-` for all,
+and `tune` instead of repetitions for trials. Groups run in this order, results go to OUT/EXPERIMENT and those of
+trials to OUT/tune-EXPERIMENT. Jobs of several experiments with equal settings run once. Rows that the file of the
+experiment records with these settings and as many repetitions, and searches that it records, are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import time
@@ -19,14 +27,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fedbilevel.errors import FedBilevelError
-from fedbilevel.studies.experiment import Job, read
+from fedbilevel.errors import ExperimentError, FedBilevelError
+from fedbilevel.runs.record import write_whole
+from fedbilevel.studies.experiment import Experiment, Job, read
 from fedbilevel.studies.reproduce import reproduce, results
 from fedbilevel.studies.tune import independent_jobs
 
 _LONG = (  # rows that take longest
     "learned", "doge", "uncut", "doremi", "guarded", "blended", "started", "fine-tuned", "fedbabu", "self-tuned",
 )  # fmt: skip
+
+
+class Place(NamedTuple):
+    """A job and the folder of its result."""
+
+    job: Job
+    folder: Path
 
 
 class Outcome(NamedTuple):
@@ -41,23 +57,88 @@ def ordered(jobs: Sequence[Job]) -> list[Job]:
     return sorted(jobs, key=lambda job: (job.repetition, rank.get(job.row, len(_LONG))))
 
 
-def perform(given: tuple[Job, Path, str]) -> Outcome:
-    job, folder, device = given
-    begun, error = time.perf_counter(), ""
+def listed(text: str, out: Path) -> list[Place]:
+    """Return the jobs of a list in its order."""
+    found = []
+    for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
+        try:
+            name, panels, rows, repetitions = line.split()
+        except ValueError:
+            raise ExperimentError(f"{line!r} is not EXPERIMENT PANELS ROWS REPETITIONS: correct the list.") from None
+        chosen, where = read(name), [_names("" if part == "-" else part) for part in (panels, rows)]
+        if repetitions == "tune":
+            jobs, folder = independent_jobs(chosen, *where), out / f"tune-{chosen.name}"
+            jobs = [job for job in jobs if not searched(chosen, job)]
+        else:
+            number = chosen.content.get("repetitions", 1) if repetitions == "-" else int(repetitions)
+            jobs, folder = chosen.jobs(panels=where[0], rows=where[1], repetitions=number), out / chosen.name
+            jobs = [job for job in ordered(jobs) if not recorded(chosen, job, number)]
+        found += [Place(job, folder) for job in jobs]
+    return found
+
+
+def recorded(experiment: Experiment, job: Job, number: int) -> bool:
+    there = experiment.content.get("result", {}).get(job.panel, {}).get(job.row, {})
+    if job.settings.get("indirect") and not {"indirect_share", "diverged"} & set(there.get("figures", {})):
+        return False  # recorded before this figure was measured; it is no part of the digest
+    return bool(there.get("settings") == job.digest and there["repetitions"] >= number)
+
+
+def searched(experiment: Experiment, trial: Job) -> bool:
+    """Return whether the file records a search of a trial's row with as many trials as [tune] asks for."""
+    own = [row for row in experiment.content["rows"] if trial.row.startswith(f"{row}-")]
+    entry = experiment.content.get("tuned", {}).get(trial.panel, {}).get(max(own, key=len), {})
+    return bool(entry.get("trials", 0) >= experiment.content["tune"].get("trials", 20))
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def perform(given: tuple[list[Place], str]) -> Outcome:
+    """Run the first of several jobs with equal settings, and write its result for all of them."""
+    places, device = given
+    (job, folder), begun, error = places[0], time.perf_counter(), ""
     try:
         reproduce([job], folder, device=device)
+        share(places)
     except (FedBilevelError, RuntimeError, ValueError) as raised:  # one job must not end the others
         error = f"{type(raised).__name__}: {raised}"
     return Outcome(job.key, time.perf_counter() - begun, error)
 
 
+def share(places: Sequence[Place]) -> bool:
+    """Write the result of one of several equal jobs for all of them; return whether there is a result."""
+    there = [results([job], folder) for job, folder in places]
+    content = next((found[0][1] for found in there if found), None)
+    for (job, folder), found in zip(places, there, strict=True):
+        if content is not None and not found:
+            folder.mkdir(parents=True, exist_ok=True)
+            own = {**content, "panel": job.panel, "row": job.row}
+            write_whole(folder / f"{job.key}.json", json.dumps(own).encode())
+    return content is not None
+
+
+def equal(places: Sequence[Place]) -> list[list[Place]]:
+    """Group jobs with equal settings, in the order of their first place."""
+    groups: dict[str, list[Place]] = {}
+    for place in places:
+        job = place.job
+        groups.setdefault(json.dumps([job.study, job.settings, job.repetition], sort_keys=True), []).append(place)
+    return list(groups.values())
+
+
 def run(jobs: Sequence[Job], folder: Path, *, processes: int, limit: float, device: str = "cpu") -> list[Outcome]:
     """Run the jobs that have no result, and return the outcomes until the time limit."""
-    folder.mkdir(parents=True, exist_ok=True)
-    done, end = {job.key for job, _ in results(jobs, folder)}, time.monotonic() + limit
-    left = [(job, folder, device) for job in ordered(jobs) if job.key not in done]
+    return run_places([Place(job, folder) for job in ordered(jobs)], processes=processes, limit=limit, device=device)
+
+
+def run_places(places: Sequence[Place], *, processes: int, limit: float, device: str = "cpu") -> list[Outcome]:
+    """Run the jobs that have no result in the given order, and return the outcomes until the time limit."""
+    groups, end = equal(places), time.monotonic() + limit
+    left = [(group, device) for group in groups if not share(group)]
     found: list[Outcome] = []
-    print(f"{len(done)} of {len(jobs)} jobs are done, {len(left)} are left", flush=True)
+    print(f"{len(groups) - len(left)} of {len(groups)} jobs are done, {len(left)} are left", flush=True)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # read by the processes that start now
     with multiprocessing.get_context("spawn").Pool(processes) as pool:  # leaving the block ends all processes
@@ -79,18 +160,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="", help="comma-separated; by default all")
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--tune", action="store_true", help="run the trials of [tune] instead of the rows")
+    parser.add_argument("--list", type=Path, default=None, help="file with groups of jobs of several experiments")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; processes share a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/worth"))
     given = parser.parse_args(arguments)
-    panels, rows = ([one for one in text.split(",") if one] for text in (given.panels, given.rows))
-    chosen = read(given.experiment)
-    if given.tune:
-        jobs = independent_jobs(chosen, panels, rows)
+    if given.list is not None:
+        places = listed(given.list.read_text(), given.out)
     else:
-        jobs = chosen.jobs(panels=panels, rows=rows, repetitions=given.repetitions)
-    found = run(jobs, given.out, processes=given.processes, limit=given.limit, device=given.device)
+        chosen, panels, rows = read(given.experiment), _names(given.panels), _names(given.rows)
+        jobs = (
+            independent_jobs(chosen, panels, rows)
+            if given.tune
+            else chosen.jobs(panels=panels, rows=rows, repetitions=given.repetitions)
+        )
+        places = [Place(job, given.out) for job in ordered(jobs)]
+    found = run_places(places, processes=given.processes, limit=given.limit, device=given.device)
     for one in found:
         if one.error:
             print(f"failed: {one.key}: {one.error}")

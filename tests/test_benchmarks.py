@@ -34,6 +34,7 @@ from benchmarks.complete import Complete, as_vector
 from benchmarks.floors import Floor
 from benchmarks.iteration import Case
 from benchmarks.published import KeepingLoop, Loop, flat
+from fedbilevel.errors import ExperimentError
 
 SMALL = Setup(threads=1, small=True, rounds=2)
 pytestmark = pytest.mark.usefixtures("same_threads")
@@ -749,3 +750,62 @@ def test_jobs_of_worth_resume_and_keep_results_at_the_time_limit(tmp_path, capsy
     assert worth_jobs.run(plain, tmp_path, processes=1, limit=300) == []  # all are done
     assert worth_jobs.run(jobs, tmp_path, processes=1, limit=0.0) == []
     assert "the time is up: 4 jobs are left" in capsys.readouterr().out
+
+
+def test_a_list_of_jobs_runs_equal_settings_once_and_keeps_its_order(tmp_path, monkeypatch):
+    from benchmarks import worth_jobs
+
+    text = (
+        "fedbioacc-figure1 rho04 fedbio,commfedbio 9\nadafbio-comparison cleaning fednest,fedbio 9  # one is shared\n"
+    )
+    places = worth_jobs.listed(text, tmp_path)
+    assert [(place.folder.name, place.job.row) for place in places][::9] == [
+        ("fedbioacc-figure1", "fedbio"),
+        ("fedbioacc-figure1", "commfedbio"),
+        ("adafbio-comparison", "fednest"),
+        ("adafbio-comparison", "fedbio"),
+    ]
+    groups = worth_jobs.equal(places)
+    assert [len(group) for group in groups] == [2, 1] * 9 + [1] * 9
+    assert {group[0].job.repetition == place.job.repetition for group in groups for place in group} == {True}
+
+    def result(jobs, folder, *, device):
+        folder.mkdir(parents=True, exist_ok=True)
+        for job in jobs:
+            content = {"panel": job.panel, "row": job.row, "study": job.study, "settings": job.settings}
+            whole = {**content, "figures": {"test_accuracy": 0.5}, "curve": []}
+            (folder / f"{job.key}.json").write_text(json.dumps(whole))
+
+    monkeypatch.setattr(worth_jobs, "reproduce", result)
+    assert not worth_jobs.share(groups[0])
+    assert worth_jobs.perform((groups[0], "cpu")).error == ""
+    other = json.loads((tmp_path / "adafbio-comparison" / "cleaning--fedbio--0.json").read_text())
+    assert (other["panel"], other["row"], other["figures"]) == ("cleaning", "fedbio", {"test_accuracy": 0.5})
+    assert worth_jobs.share(groups[0])
+    assert [bool(worth_jobs.results([place.job], place.folder)) for place in groups[0]] == [True, True]
+    with pytest.raises(ExperimentError, match="is not EXPERIMENT PANELS ROWS REPETITIONS"):
+        worth_jobs.listed("aggitd-table2 shards", tmp_path)
+
+
+def test_a_list_leaves_out_what_the_experiment_records(tmp_path, monkeypatch):
+    from benchmarks import worth_jobs
+
+    one = worth_jobs.read("aggitd-figure4")
+    job = one.jobs(panels=["iid"], rows=["aggitd-tau1"], repetitions=1)[0]
+    entry = {"settings": job.digest, "repetitions": 3, "figures": {"indirect_share": {"mean": 0.1}}}
+    content = {**one.content, "result": {"iid": {"aggitd-tau1": entry}}, "tuned": {}}
+    monkeypatch.setattr(worth_jobs, "read", lambda name: dataclasses.replace(one, content=content))
+    rows = lambda text: [place.job.row for place in worth_jobs.listed(text, tmp_path)]
+    assert rows("aggitd-figure4 iid aggitd-tau1 3") == []
+    assert len(rows("aggitd-figure4 iid aggitd-tau1 4")) == 4
+    figures = entry.pop("figures")
+    assert len(rows("aggitd-figure4 iid aggitd-tau1 3")) == 3  # recorded before the share was measured
+    entry.update(settings="other", figures=figures)
+    assert len(rows("aggitd-figure4 iid aggitd-tau1 3")) == 3
+    trials = worth_jobs.listed("aggitd-figure4 - aggitd-tau1 tune", tmp_path)
+    assert len(trials) == one.content["tune"]["trials"] == 10
+    assert {place.folder.name for place in trials} == {"tune-aggitd-figure4"}
+    content["tuned"] = {"shards": {"aggitd-tau1": {"trials": 9, "settings": {}}}}
+    assert len(rows("aggitd-figure4 - aggitd-tau1 tune")) == 10
+    content["tuned"]["shards"]["aggitd-tau1"]["trials"] = 10
+    assert rows("aggitd-figure4 - aggitd-tau1 tune") == []

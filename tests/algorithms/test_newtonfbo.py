@@ -10,10 +10,11 @@ import torch
 from test_simfbo import check_resume
 
 import fedbilevel as fb
-from fedbilevel.algorithms.newtonfbo import MOST_COLUMNS, NewtonFBO, matrices, solved
+from fedbilevel.algorithms.newtonfbo import MOST_COLUMNS, NewtonFBO, matrices, measurable, polar, solved
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import ProblemError, ScopeError
 from fedbilevel.federation.algorithm import Cohort
+from fedbilevel.federation.schedule import Schedule
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import drive, relative
@@ -44,7 +45,11 @@ def dense_run(task: Quadratic, algorithm: NewtonFBO, num_iterations: int, absent
             B = (1 - w) * B + w * H
         inverse = lambda e, B=B, H=H: np.linalg.inv(B + (of.damping + e) * np.eye(len(H)))
         m, v = of.momentum * m + (1 - of.momentum) * h, of.decay * v + (1 - of.decay) * h**2
-        step = m / (1 - of.momentum**t) / (np.sqrt(v / (1 - of.decay**t)) + of.eps)
+        step = m / (1 - of.momentum**t)
+        if of.upper_direction == "adam":
+            step = step / (np.sqrt(v / (1 - of.decay**t)) + of.eps)
+        else:  # x is one vector, whose only singular value is its norm
+            step = np.sqrt(len(x)) * step / np.sqrt(step @ step + of.eps**2)
         e = of.system_damping
         g_u = H @ u - f_y + e * u
         z_x = z_x - of.move_upper * min(1, t / of.warm_up) * step
@@ -54,14 +59,15 @@ def dense_run(task: Quadratic, algorithm: NewtonFBO, num_iterations: int, absent
     return {"x": x, "y": y, "z_x": z_x, "z_y": z_y, "u": u, "m": m, "s": v}
 
 
+@pytest.mark.parametrize("direction", ["adam", "polar"])
 @pytest.mark.parametrize(("share", "e", "every"), [(0.0, 0.0, 1), (0.7, 0.0, 3), (0.0, 0.4, 2), (1.5, 0.2, 1)])
-def test_equals_dense_algebra(share: float, e: float, every: int) -> None:
+def test_equals_dense_algebra(share: float, e: float, every: int, direction: Any) -> None:
     """Seven iterations with clients that differ and drop out, beyond warm-up and least shares."""
     task = Quadratic(**SMALL)
     gone = [set(), {0}, {1, 2}, set(), {2}, {0}, set()]
     algorithm = NewtonFBO(
         move_upper=0.05, least_lower=0.5, least_system=0.4, damping=0.1, system_damping=e, lower_share=share, warm_up=3,
-        averaging=0.6, curvature_averaging=0.5, curvature_every=every, eps=0.1,
+        averaging=0.6, curvature_averaging=0.5, curvature_every=every, eps=0.1, upper_direction=direction,
     )  # fmt: skip
     expected = dense_run(task, algorithm, 7, lambda t: gone[t - 1])
     _, state = drive(algorithm, task.build(), 7, drops=lambda iteration, call: gone[iteration - 1])
@@ -131,6 +137,33 @@ def test_solves_with_every_matrix_in_its_place() -> None:
     torch.testing.assert_close(solved(places, packed, v, 0.3), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.7])
+def test_polar_factor_of_every_matrix(eps: float) -> None:
+    """The reference is M (M'M + eps^2)^-1/2 by eigenvalues, without singular values."""
+    draw = torch.Generator().manual_seed(0)
+    v = torch.randn(24, generator=draw, dtype=torch.float64)
+    start = {"w": torch.zeros(3, 5), "b": torch.zeros(3), "t": torch.zeros(1, 2), "v": torch.zeros(4)}
+    places = matrices(start)
+    assert [tuple(one.shape) for one in places] == [(3, 6), (1, 2), (1, 4)]
+    found = polar(places, v, eps)
+    for one in places:
+        M = v[one]
+        values, vectors = torch.linalg.eigh(M @ M.T + eps**2 * torch.eye(len(M), dtype=v.dtype))
+        expected = max(M.shape) ** 0.5 * vectors @ torch.diag(values**-0.5) @ vectors.T @ M
+        torch.testing.assert_close(found[one], expected, rtol=1e-9, atol=1e-12)
+        if eps == 0:
+            assert float(found[one].square().mean()) == pytest.approx(1.0)
+
+
+def test_polar_steps_reach_the_closed_form_solution_when_they_decrease() -> None:
+    task = Quadratic(**SMALL)
+    algorithm = NewtonFBO(**{**PLAIN, "eps": 1e-8}, upper_direction="polar")  # type: ignore[arg-type]
+    result = fb.solve(*task.build(), algorithm, num_iterations=600, schedule=Schedule(power=1.0, offset=10.0))
+    constant = fb.solve(*task.build(), algorithm, num_iterations=600)
+    gaps = [relative(one.x["x"], task.closed_form().solution()) for one in (result, constant)]
+    assert gaps[0] < 2e-3 < gaps[1]
+
+
 def test_first_step_is_a_newton_step() -> None:
     """On a quadratic y is the minimiser for x0 after one round, up to the damping."""
     task = Quadratic(**SMALL)
@@ -193,7 +226,7 @@ def test_refuses_what_it_cannot_solve() -> None:
         with pytest.raises(ScopeError, match=r"means? over clients that share"):
             fb.solve(*built, "newtonfbo", num_rounds=1)
     with pytest.raises(ProblemError, match=f"expected at most {MOST_COLUMNS} for newtonfbo"):
-        matrices({"y": torch.zeros(MOST_COLUMNS + 1)})
+        measurable({"y": torch.zeros(MOST_COLUMNS + 1)})
 
 
 def test_a_schedule_scales_the_step_of_x_and_the_least_steps() -> None:

@@ -1,4 +1,4 @@
-"""NewtonFBO: a Newton step of y and u with measured curvature, and an Adam step of x, in every round.
+"""NewtonFBO: in every round a Newton step of y and u with measured curvature, and an Adam or polar step of x.
 
 Use it when few clients take part in each round, their data differ a lot, rounds are expensive and
 the lower level is a small layer, such as a linear head. It needs a shared x and a global lower
@@ -17,7 +17,8 @@ means of their derivatives; then the server takes, with a_t = 2 / (t + 1) and C 
     B   <- (1 - w) B + w C,                        w = max(1 - kappa_B, a_t)
     z_y <- z_y - max(eta_y, a_t) (B + d)^-1 g_y
     u   <- u   - max(eta_u, a_t) (B + d + e)^-1 (H u + e u - f_y)
-    z_x <- z_x - eta_x min(1, t / T) Adam(f_x + rho g_x - J u)
+    m   <- beta_1 m + (1 - beta_1) (f_x + rho g_x - J u)
+    z_x <- z_x - eta_x min(1, t / T) D(m)
     x   <- (1 - w) x + w z_x,  y likewise,         w = max(1 - kappa, a_t)
 
 The first step of y is a full Newton step, and a_t makes the next steps an average over the cohorts
@@ -25,21 +26,28 @@ seen so far: on a quadratic lower level y weighs all of them, and not the last o
 few classes does not spoil the head, and no step size of y has to be found. Steps of x start short,
 because directions of x at a wrong y are wrong.
 
+D is Adam, or `upper_direction = "polar"`: each matrix M = U S V' of m, with o rows and c columns, is
+replaced by sqrt(max(o, c)) U V', so that all singular values are equal and the mean square of an
+entry is 1. Gradients of a layer have few large singular values; Adam keeps them, and the others learn
+slowly. Nothing more is sent, as the server has m.
+
 With rho > 0, x also descends the lower loss: the training samples shape x too, not only the
 validation samples. This is another problem, min f + rho g; see Bias.
 
 Reference: own. Parts are due to others: curvature of a layer by one factor, Martens and Grosse,
 "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", ICML 2015; Adam, Kingma
-and Ba, ICLR 2015; u as an iterate, Dagreou et al., "A framework for bilevel optimization", NeurIPS
+and Ba, ICLR 2015; polar factors of momentum, Jordan et al., "Muon", 2024, there by an iteration and
+here by singular values; u as an iterate, Dagreou et al., "A framework for bilevel optimization", NeurIPS
 2022; averages with weights 2 / (t + 1), Lacoste-Julien, Schmidt, Bach, 2012.
 
-Deviations: none, because no paper prints it. Tensors of y with one first dimension, such as a
+Deviations: none, because no paper prints it. Neighbouring tensors of x or y with one first dimension, such as a
 weight and its bias, are one matrix. A vector alone is a matrix of one row, and then B is its H.
 
 Bias: with rho = 0 and e = 0 the limits are the points where the means of g_y, H u - f_y and f_x - J u
 vanish, which is exact. rho > 0 minimises f + rho g at y*(x) instead of f; e > 0 solves (H + e) u =
-f_y. d and B change the path only. A lower level that is not convex may make B + d indefinite:
-increase d.
+f_y. d, B and D change the path only. Polar steps do not shrink with m, so x stays within about a
+step of the limit unless a schedule decreases eta_x. A lower level that is not convex may make B + d
+indefinite: increase d.
 
 Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client 1 of each of g_y, f_x, f_y,
 H u, J u, and of g_x with `lower_share`. In the first p iterations and in every p-th, one more of H v
@@ -52,7 +60,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,17 +77,26 @@ _ALONE = "its curvature is a mean over clients that share y, and a client alone 
 _PRIVATE = "its directions of x are means over clients that share x"
 
 
-def matrices(y0: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return (o, c) positions of entries in the flat y, for each of its matrices.
+def matrices(start: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return (o, c) positions of entries in the flat x or y, for each of its matrices.
 
     Neighbours with one first dimension are columns of one matrix. Vectors alone are one row.
     """
-    places = torch.arange(sum(leaf.numel() for leaf in y0.values())).split([leaf.numel() for leaf in y0.values()])
+    sizes = [leaf.numel() for leaf in start.values()]
     found = []
-    for _, group in groupby(zip(y0.values(), places, strict=True), key=lambda one: tuple(one[0].shape[:1])):
+    for _, group in groupby(
+        zip(start.values(), torch.arange(sum(sizes)).split(sizes), strict=True),
+        key=lambda one: tuple(one[0].shape[:1]),
+    ):
         leaves, where = zip(*group, strict=True)
         num_rows = leaves[0].shape[0] if any(leaf.ndim > 1 for leaf in leaves) else 1
         found.append(torch.cat([one.view(num_rows, -1) for one in where], dim=1))
+    return found
+
+
+def measurable(y0: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return `matrices` of a y that is small enough for its curvature to be measured."""
+    found = matrices(y0)
     columns = sum(one.shape[1] for one in found)
     if columns > MOST_COLUMNS:
         raise ProblemError(
@@ -102,6 +119,9 @@ class NewtonFBO(ServerAlgorithm):
     warm_up: int = setting(20, "iterations until the step of x has its full length", symbol="T", least=1)
     momentum: float = setting(
         0.9, "how much of the momentum of x stays in a round", symbol="beta_1", least=0, most=0.9999
+    )
+    upper_direction: Literal["adam", "polar"] = setting(
+        "adam", "direction of x: Adam, or the polar factor of each matrix of the momentum", symbol="D"
     )
     decay: float = setting(
         0.99, "how much of the second moment stays in a round", symbol="beta_2", least=0, most=0.9999
@@ -138,7 +158,7 @@ class NewtonFBO(ServerAlgorithm):
         return {"move_upper": ADAPTIVE * found.size}
 
     def row_lengths(self, y0: Mapping[str, Tensor]) -> dict[str, int]:
-        return {"curvature": sum(math.comb(one.shape[1] + 1, 2) for one in matrices(y0))}
+        return {"curvature": sum(math.comb(one.shape[1] + 1, 2) for one in measurable(y0))}
 
     def init(self, fed: Federation) -> State:
         x, y = fed.initial()
@@ -156,8 +176,11 @@ class NewtonFBO(ServerAlgorithm):
         curvature = average(state.curvature, new.curvature, self.curvature_averaging) if measures else state.curvature
         m = self.momentum * state.m + (1 - self.momentum) * new.h
         s = self.decay * state.s + (1 - self.decay) * new.h**2
-        scale = (s / (1 - self.decay**t)).sqrt() + self.eps
-        z_x = state.z_x - self.move_upper * min(1.0, t / self.warm_up) * m / (1 - self.momentum**t) / scale
+        length, corrected = self.move_upper * min(1.0, t / self.warm_up), 1 - self.momentum**t
+        if self.upper_direction == "adam":
+            z_x = state.z_x - length * m / corrected / ((s / (1 - self.decay**t)).sqrt() + self.eps)
+        else:
+            z_x = state.z_x - length * polar(matrices(fed.problem.x0), m / corrected, self.eps)
         solve = lambda v, extra: solved(matrices(fed.problem.y0), curvature, v, self.damping + extra)
         e = self.system_damping
         z_y = state.z_y - share(self.least_lower) * solve(new.g_y, 0.0)
@@ -204,4 +227,13 @@ def solved(places: Sequence[Tensor], curvature: Tensor, v: Tensor, damping: floa
         start += len(row)
         dense.diagonal().add_(damping)
         out[one] = torch.linalg.solve(dense, v[one].T).T
+    return out
+
+
+def polar(places: Sequence[Tensor], v: Tensor, eps: float) -> Tensor:
+    """Return sqrt(max(o, c)) U S (S^2 + eps^2)^-1/2 V' of every matrix U S V' of v."""
+    out = torch.empty_like(v)
+    for one in places:
+        left, values, right = torch.linalg.svd(v[one], full_matrices=False)
+        out[one] = math.sqrt(max(one.shape)) * (left * (values / torch.hypot(values, values.new_tensor(eps)))) @ right
     return out
