@@ -51,7 +51,7 @@ def doge(study: TextStudy, y: Any) -> dict[str, float]:
     num = len(study.texts.sources) * s.batch_size
     prior = torch.tensor(list(study.prior().values()), device=device)
     x, m, squares = prior.log(), torch.zeros_like(prior), 0.0
-    low = study.options.get("precision") == "bf16"
+    low = study.options.get("precision", "full") != "full"
 
     def gradient(windows: Windows, number: int) -> list[Tensor]:
         rows = windows[torch.as_tensor(draw.integers(len(windows), size=number))]
