@@ -119,7 +119,9 @@ def room(host: Host, values: Mapping[str, Any], num: int, memory: int) -> None:
     each = (_LOOP if host.oracle.strategy == "loop" else _TOGETHER) * row
     working = num if host.at_once is None else min(num, host.at_once)
     needed = alone if working == 1 else _SUMS * row + working * each
-    said = f"{_clients(working)} at once need{'s' * (working == 1)} about {needed / 1e9:.3g} GB beside activations, and "
+    said = (
+        f"{_clients(working)} at once need{'s' * (working == 1)} about {needed / 1e9:.3g} GB beside activations, and "
+    )
     said += f"the device has {memory / 1e9:.3g} GB"
     if needed <= memory:
         _say(f"memory: {said}, so all fit")
