@@ -16,6 +16,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.oracle.hypergradient import hypergradient, lower_solution
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.modules import Frozen
+from fedbilevel.studies import guarded
 from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks import gpt
 from fedbilevel.tasks.adapters import Adapters, crossed, public_chain, texts
@@ -248,12 +249,20 @@ def test_texts_of_both_halves_judge_adapters_that_have_not_seen_them():
         assert np.array_equal(one["train"]["text"], other["train"]["text"])
 
 
-def test_the_guarded_answer_has_both_figures_and_is_never_behind_the_plain_way_on_held_out_texts():
+def test_the_guarded_answer_has_both_figures_and_is_never_behind_the_plain_way_on_held_out_texts(monkeypatch):
+    taken, solve = [], guarded.solve
+
+    def watched(problem, clients, algorithm, **given):
+        taken.append((algorithm, len(clients), given.get("lr_upper")))
+        return solve(problem, clients, algorithm, **given)
+
+    monkeypatch.setattr(guarded, "solve", watched)
     found = fb.guarded(Adapters(**TINY), num_rounds=4, num_folds=2, rivals=["fine_tuned"])
     assert set(found.contenders) == {"fine_tuned", "bilevel"}
     assert all(math.isfinite(one.figures["test_loss"]) for one in found.contenders.values())
     assert [len(one.losses) for one in found.contenders.values()] == [3 * 4] * 2  # every validation text once
     assert found.contenders[found.answer].held_loss <= found.contenders["fine_tuned"].held_loss
+    assert taken == [("fedbio_local", 6, 0.1), ("fedavg", 3, None)] * 3  # shorter steps from a trained start
 
 
 def test_findings_have_the_accuracy_of_every_client():

@@ -57,6 +57,7 @@ _BATCH, _LR = 64, 0.01  # of the training on public text
 _STEPS, _LENGTHS, _MORE = (0.3, 1.0), (0.01, 0.03), (0.3, 1.0, 3.0)  # of rivals: steps, those of Adam, factors of l2
 _LIGHT = 0.03  # factor of l2 for a shared adapter, which all texts determine
 _OWN_STEP = 0.3  # longer steps never won on data seed 0
+_NEAR_STEP = 0.1  # of x near a trained adapter; the longer step of a start at zero does not stay there
 _UNUSED = {"unused": torch.zeros(1)}
 _LAYERS = {"qkv": (1, 3), "mixed": (1, 1), "wide": (1, 4), "back": (4, 1)}  # inputs and outputs, in widths
 
@@ -158,6 +159,7 @@ class Adapters(Task):
         }
         start = lambda label, run: {
             "x0": _plain(run.x), "lower": both[plans[label]].lower, "clients": crossed(clients),
+            "settings": {"lr_upper": _NEAR_STEP},
         }  # fmt: skip
         return found | {"fine_tuned": found["fine_tuned"]._replace(start=start)}
 
