@@ -171,15 +171,28 @@ def wide(num: int, strategy: str = "auto", scope: Any = "global") -> tuple[Simul
 ROW = 4 * (2 * 2**20 + 2)
 
 
+@pytest.fixture
+def said(capsys):
+    """What was said since the last call."""
+    in_turn._say.cache_clear()
+    return lambda: capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("strategy", "each"), [("auto", 14), ("loop", 6)])
 @pytest.mark.parametrize(("lower", "num"), [("global", 8), ("local", 4)])
-def test_as_many_clients_work_as_fit(strategy, each, lower, num):
+def test_as_many_clients_work_as_fit(strategy, each, lower, num, said, monkeypatch):
     fed, values = wide(num, strategy, lower)
+    monkeypatch.setattr(fed.host, "device", torch.device("meta"))  # a device other than the CPU, without copies to it
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         in_turn.room(fed.host, values, num, (3 + num * each) * ROW)
     assert fed.host.at_once is None
-    with pytest.warns(UserWarning, match=f"{num} clients at once need about .* GB, and the device has .* so 3 at"):
+    gigabytes = (3 + num * each) * ROW / 1e9
+    assert said() == (
+        f"memory: {num} clients at once need about {gigabytes:.3g} GB beside activations, and the device has "
+        f"{gigabytes:.3g} GB, so all fit\n"
+    )
+    with pytest.warns(UserWarning, match=f"{num} clients at once need about .* GB .* the device has .* so 3 at"):
         in_turn.room(fed.host, values, num, (3 + 3 * each) * ROW + 1)
     assert fed.host.at_once == 3
     with pytest.warns(UserWarning, match="so 1 at a time"):
@@ -189,11 +202,30 @@ def test_as_many_clients_work_as_fit(strategy, each, lower, num):
         in_turn.room(fed.host, values, num, 5 * ROW - 1)
 
 
-def test_small_problems_are_never_divided():
+def test_on_a_cpu_clients_are_not_divided_but_told_how(said):
+    fed, values = wide(4)
+    in_turn.room(fed.host, values, 4, 9 * ROW)
+    assert fed.host.at_once is None
+    assert f"with strategy='loop', chunk_size=1 about {9 * ROW / 1e9:.3g} GB are needed" in said()
+
+
+def test_a_run_says_what_it_needs_before_it_computes_and_once(said):
+    fed, values = wide(2)
+    seen = []
+    fed.host.run_phase = lambda *given: seen.append(said()) or {}
+    for _ in range(2):
+        fed._ask("local_steps", values, torch.arange(2), torch.ones(2), False)
+    assert seen[0].startswith("memory: 2 clients at once need about")
+    assert seen[1] == ""
+    assert in_turn.memory_of(torch.device("cpu")) > 2**28
+
+
+def test_small_problems_are_never_divided(said):
     fed = Simulation(FedBiO(), *Quadratic().build())
     state = FedBiO().init(fed)
     in_turn.room(fed.host, state._asdict(), 5, 10)
     assert fed.host.at_once is None
+    assert said() == ""
 
 
 # ---- rows in the memory of the CPU -----------------------------------------------------------------------------------

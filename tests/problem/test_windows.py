@@ -92,3 +92,41 @@ def test_a_run_on_windows_is_the_run_on_the_same_rows_and_measures_evenly_spread
     picked = torch.arange(256) * 600 // 256
     expected = [((rows[picked].double() - y) ** 2).mean() for _, rows in made]
     assert population.measure(population.x0, y)["upper_loss"] == pytest.approx(float(torch.stack(expected).mean()))
+
+
+@pytest.mark.filterwarnings("ignore:'train' and 'val' hold the same")
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_windows_are_announced_before_they_are_read_and_change_nothing(dtype, tmp_path, monkeypatch):
+    """Every window that a batch reads lies within announced bytes of its file, also in a slice of a file."""
+    np.random.default_rng(0).integers(0, 250, 60_000).astype(dtype).tofile(tmp_path / "tokens")
+    whole = np.memmap(tmp_path / "tokens", dtype, "r")
+    draw, announced, read = np.random.default_rng(1), [], []
+
+    def client(part: np.ndarray) -> dict:
+        start = draw.integers(0, len(part) - 3, 500)
+        return {role: {"text": Windows([part], np.zeros(500, int), start, 4)} for role in ("train", "val")}
+
+    clients = [client(whole[:20_000]), client(whole[25_001:])]
+    settings = {"num_rounds": 2, "batch_size": 3, "residuals": False, "num_local_steps": 4, "measure_every": 9}
+    expected = fb.solve(problem(), clients, "fedbio", **settings)
+    monkeypatch.setattr(module, "KEPT", 0)
+    monkeypatch.setattr(module, "_read_ahead", lambda mapped, *span: announced.append(span))
+    plain = Windows.index_select
+
+    def watched(self: Windows, dim: int, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) == 6:  # a batch of both clients, and not a measurement
+            read.extend((self.tokens[self.array[row]], self.start[row], len(announced)) for row in rows.tolist())
+        return plain(self, dim, rows)
+
+    monkeypatch.setattr(Windows, "index_select", watched)
+    found = fb.solve(problem(), clients, "fedbio", **settings)
+    assert torch.equal(found.y["w"], expected.y["w"])
+    size, base = np.dtype(dtype).itemsize, whole.ctypes.data
+    assert len(read) >= 2 * 2 * 4 * 3  # clients, rounds, steps and samples
+    for tokens, start, before in read:
+        first = tokens.ctypes.data + int(start) * size - base
+        assert any(at <= first and first + 4 * size <= at + length for at, length in announced[:before])
+    monkeypatch.undo()
+    for at, length in announced:  # the system takes them as they are
+        module._read_ahead(whole._mmap, at, length)
+    assert module._place(np.zeros(3, np.uint8)) == (None, 0)

@@ -16,9 +16,10 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.oracle.hypergradient import hypergradient, lower_solution
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.modules import Frozen
+from fedbilevel.studies import guarded
 from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks import gpt
-from fedbilevel.tasks.adapters import Adapters, public_chain, texts
+from fedbilevel.tasks.adapters import Adapters, crossed, public_chain, texts
 from fedbilevel.tasks.task import Shapes
 
 TINY = {
@@ -216,11 +217,52 @@ def test_fine_tuning_keeps_the_shared_adapter_and_a_bilevel_run_may_start_there(
     assert len(found.result.y) == 3  # an adapter of every client
     first = fb.solve(*rival.refit(found.chosen)[:2], "fedavg", num_rounds=2, lr_lower=1.0, num_local_steps=5,
                      dtype=torch.float64)  # fmt: skip
-    start = rival.start(found.chosen, found.result)["x0"]
+    begun = rival.start(found.chosen, found.result)
+    start = begun["x0"]
     for name, leaf in start.items():
         torch.testing.assert_close(leaf, found.result.x[name])
         torch.testing.assert_close(leaf.double(), first.y[name], rtol=1e-6, atol=1e-6)
     assert any(bool(leaf.any()) for name, leaf in start.items() if name.endswith("up"))
+    chosen = dataclasses.replace(task, l2=float(found.chosen.split()[1])).build().problem
+    at, batch = {name: leaf + 0.1 for name, leaf in chosen.y0.items()}, task.build().clients[0]["train"]
+    text = {"text": torch.as_tensor(batch["text"])}
+    single = {name: leaf.float() for name, leaf in start.items()}  # the type of y0
+    assert torch.equal(begun["lower"](single, at, text), chosen.lower(single, at, text))
+    assert len(begun["clients"]) == 6
+
+
+def test_texts_of_both_halves_judge_adapters_that_have_not_seen_them():
+    task = Adapters(**TINY)
+    held = {"apart": {"text": np.ones((2, 5), np.int64)}}
+    clients = [{**client, **held} for client in task.build().clients]
+    both = crossed(clients)
+    assert both[:3] == clients
+    for one, other in zip(clients, both[3:], strict=True):
+        assert other["train"] is one["val"]
+        assert other["val"] is one["train"]
+        assert other["test"] is one["test"]
+        assert other["apart"]["text"].shape == (0, 5)
+    x = {name: leaf + 0.1 for name, leaf in task.build().problem.x0.items()}
+    ways = [task.refits(task.build().problem, given, x)["refitted"] for given in (clients, both)]
+    assert [len(way.clients) for way in ways] == [3, 3]
+    for one, other in zip(*(way.clients for way in ways), strict=True):
+        assert np.array_equal(one["train"]["text"], other["train"]["text"])
+
+
+def test_the_guarded_answer_has_both_figures_and_is_never_behind_the_plain_way_on_held_out_texts(monkeypatch):
+    taken, solve = [], guarded.solve
+
+    def watched(problem, clients, algorithm, **given):
+        taken.append((algorithm, len(clients), given.get("lr_upper")))
+        return solve(problem, clients, algorithm, **given)
+
+    monkeypatch.setattr(guarded, "solve", watched)
+    found = fb.guarded(Adapters(**TINY), num_rounds=4, num_folds=2, rivals=["fine_tuned"])
+    assert set(found.contenders) == {"fine_tuned", "bilevel"}
+    assert all(math.isfinite(one.figures["test_loss"]) for one in found.contenders.values())
+    assert [len(one.losses) for one in found.contenders.values()] == [3 * 4] * 2  # every validation text once
+    assert found.contenders[found.answer].held_loss <= found.contenders["fine_tuned"].held_loss
+    assert taken == [("fedbio_local", 6, 0.1), ("fedavg", 3, None)] * 3  # shorter steps from a trained start
 
 
 def test_findings_have_the_accuracy_of_every_client():

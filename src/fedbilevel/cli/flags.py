@@ -271,7 +271,7 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
         type=click.Choice(get_args(Precision)),
         default=DEFAULTS["precision"],
         show_default=True,
-        help="bf16: evaluate the losses of derivatives in bfloat16",
+        help="bf16, fp16: evaluate the losses of derivatives in bfloat16 or float16",
     ),
     click.option("--device", default=DEFAULTS["device"], show_default=True, help="cpu, cuda or cuda:1"),
     click.option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.table import Table
@@ -37,10 +37,10 @@ class MixCommand(StudyCommand):
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
 @click.option(
     "--precision",
-    type=click.Choice(["full", "bf16"]),
+    type=click.Choice(get_args(Precision)),
     default="full",
     show_default=True,
-    help="bf16: losses of derivatives in bfloat16",
+    help="bf16, fp16: losses of derivatives in bfloat16 or float16",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), default=None, help="folder of the result (default: under runs/)"

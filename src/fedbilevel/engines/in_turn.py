@@ -7,6 +7,9 @@ of the clients, so that a run has the same bits as with all clients at once.
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -95,7 +98,9 @@ def in_turn(
 
 
 def room(host: Host, values: Mapping[str, Any], num: int, memory: int) -> None:
-    """Let as many clients work at a time as fit, and say so; raise if one client surely does not fit.
+    """Say what a run with long rows needs, and on a GPU let as many clients work at a time as fit.
+
+    Raise an error if one client surely does not fit.
 
     values: what the first message of a run carries.
     num: number of clients that would work at once.
@@ -114,14 +119,40 @@ def room(host: Host, values: Mapping[str, Any], num: int, memory: int) -> None:
     each = (_LOOP if host.oracle.strategy == "loop" else _TOGETHER) * row
     working = num if host.at_once is None else min(num, host.at_once)
     needed = alone if working == 1 else _SUMS * row + working * each
-    if needed <= memory:
-        return
-    host.limit_clients(max(1, int((memory - _SUMS * row) // each)))
-    warnings.warn(
-        f"{working} clients at once need about {needed / 1e9:.3g} GB, and the device has {memory / 1e9:.3g} GB, so "
-        f"{host.at_once} at a time will work in about {min(needed, alone) / 1e9:.3g} GB",
-        stacklevel=2,
+    said = (
+        f"{_clients(working)} at once need{'s' * (working == 1)} about {needed / 1e9:.3g} GB beside activations, and "
     )
+    said += f"the device has {memory / 1e9:.3g} GB"
+    if needed <= memory:
+        _say(f"memory: {said}, so all fit")
+    elif host.device.type == "cpu":
+        _say(f"memory: {said}; with strategy='loop', chunk_size=1 about {alone / 1e9:.3g} GB are needed")
+    else:
+        host.limit_clients(max(1, int((memory - _SUMS * row) // each)))
+        warnings.warn(
+            f"{said}, so {host.at_once} at a time will work in about {min(needed, alone) / 1e9:.3g} GB",
+            stacklevel=2,
+        )
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU, or of the main memory; 0 if the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 0
+
+
+def _clients(num: int) -> str:
+    return f"{num} client{'s' * (num > 1)}"
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Print a line, once in a process: a study has many runs of one model."""
+    print(text, file=sys.stderr)
 
 
 def _width(host: Host, value: Any) -> int:

@@ -18,7 +18,7 @@ from fedbilevel.aggregation.sealing import addressed, hide_examples, ring_of
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines.cuda_graphs import Captures
 from fedbilevel.engines.engine import resent
-from fedbilevel.engines.in_turn import Sums, in_turn, room
+from fedbilevel.engines.in_turn import Sums, in_turn, memory_of, room
 from fedbilevel.engines.layered import identity_of, layered_figures, spend
 from fedbilevel.engines.layered_means import Answers
 from fedbilevel.engines.ranks import Group
@@ -87,7 +87,7 @@ class Simulation(Hosting, Server):
         hide_examples(aggregation, self.host, addressed(self.host.stream))
         if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto" and self.host.noise is None:
             self.host.captures = Captures(self.host)
-        self._has_room = self.host.device.type != "cuda"  # otherwise the first message shows how large rows are
+        self._has_room = False  # not known before the first message, which shows how large rows are
         self._totals: dict[str, Tensor] = {}
         self.group, self.drops, self.stragglers = group, drops, stragglers.checked()
         if algorithm.needs_everyone and stragglers.dropout:
@@ -140,9 +140,10 @@ class Simulation(Hosting, Server):
         run = lambda values, some, weights: self.host.run_phase(phase, values, some, self.iteration, self.call, weights)
         only_means = means and self.attack is None
         weights = self.roster.within(places, self._counts(places, times)) if only_means else None
-        if self._has_room is False:
+        if not self._has_room:
             self._has_room = True
-            room(self.host, broadcast, len(positions), torch.cuda.get_device_properties(self.host.device).total_memory)
+            if memory := memory_of(self.host.device):
+                room(self.host, broadcast, len(positions), memory)
         at_once = self.host.at_once
         if at_once is not None and len(positions) > at_once and self.layer is None and self.attack is None:
             sums = Sums(self.host, self.kept_names, weights, len(positions))

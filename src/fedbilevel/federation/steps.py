@@ -103,5 +103,7 @@ class StepSchedule:
         key = (role, purpose, times)
         if key not in self._drawn or self._drawn[key][0] != start:
             steps = range(start, min(start + chunk, max(self.num, index + 1)))
-            self._drawn[key] = (start, clients.sample_indices(role, purpose, steps, size * times))
+            drawn = clients.sample_indices(role, purpose, steps, size * times)
+            data.announce(clients.positions, role, drawn)
+            self._drawn[key] = (start, drawn)
         return data.batch(clients.positions, role, self._drawn[key][1][:, index - start], active)

@@ -32,7 +32,7 @@ from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle import derivatives
 from fedbilevel.oracle.derivatives import Build, FlatLoss
 from fedbilevel.oracle.plain_kernels import plain
-from fedbilevel.oracle.precision import Precision, lowered
+from fedbilevel.oracle.precision import Precision, lowered, scaled
 from fedbilevel.oracle.replay import Replayed
 from fedbilevel.oracle.tracing import compiled, traced
 from fedbilevel.problem.client_data import Batch
@@ -46,6 +46,7 @@ _SHAPES = 4  # shapes of one derivative that are measured; later ones take the l
 _LONG = 0.02  # processor seconds of a call from which other ways of evaluating are measured
 _OFTEN = {"cpu": 64, "cuda": 2}  # calls before tracing pays; captured calls on a GPU should be short from the start
 _IN_FULL = ("gx",)  # derivatives of which algorithms multiply differences, see `precision`
+_SECOND = ("jv", "hv", "directions")  # first words of derivatives with second derivatives of the lower loss
 _SHARES = "shares of the clients"  # a field of a pooled evaluation; no field of a user has this name
 
 
@@ -96,7 +97,7 @@ class Evaluation:
             tree = self.layout_x.unravel(x)
             return loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
 
-        values = lowered(valued) if low else valued
+        values = lowered(valued, self.precision) if low else valued
 
         def flat(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
             value = values(x, y, fields)
@@ -150,14 +151,17 @@ class Plan:
         self.evaluation, self.chunk, self.pooled, self.calls = evaluation, chunk, pooled, 0
         fast_low = evaluation.precision != "full" and is_derivative and key[0] not in _IN_FULL
         low = fast_low and not (evaluation.plain_in_full and evaluation.plain_kernels)
-        self.each = build(*(evaluation.flat(loss, padded=padded, low=low) for loss in losses))
+        below = low and not (evaluation.precision == "fp16" and key[0].split()[0] in _SECOND)
+        form: Callable[[Build], Build] = lambda one: scaled(one, evaluation.precision) if fast_low else one
+        lows = tuple(zip(losses, (low, below), strict=True))
+        self.each = form(build)(*(evaluation.flat(loss, padded=padded, low=one) for loss, one in lows))
         self.alone = self.each  # for one client at a time
         second = alone in derivatives.ALONE_SECOND  # needs kernels with second derivatives of the lower loss
         if alone is not None and not (second and evaluation.strict):
             upper = evaluation.flat(losses[0], padded=padded, low=fast_low, fast=True)
-            lower = evaluation.flat(losses[1], padded=padded, low=low if second else fast_low, fast=not second)
-            self.alone = alone(upper, lower)
-        self.mean = build(*(evaluation.pooled(loss, padded=padded, low=low) for loss in losses))
+            lower = evaluation.flat(losses[1], padded=padded, low=below if second else fast_low, fast=not second)
+            self.alone = form(alone)(upper, lower)
+        self.mean = form(build)(*(evaluation.pooled(loss, padded=padded, low=one) for loss, one in lows))
         self.name, self.label = key[0], repr(key)
         self.way = evaluation.choices.get(self.label, way) if evaluation.strategy == "auto" else way
         self.is_derivative = is_derivative  # functions of measurements are not worth compiling

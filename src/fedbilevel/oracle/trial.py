@@ -91,8 +91,8 @@ def _say_plain_attention() -> None:
 
 def _say_full_precision() -> None:
     warnings.warn(
-        "torch cannot compute the derivatives of a loss in bfloat16, so they are computed in float32, except gradients "
-        "of one client at a time",
+        "torch cannot compute the derivatives of a loss in low precision, so they are computed in float32, "
+        "except gradients of one client at a time",
         stacklevel=4,
     )
 

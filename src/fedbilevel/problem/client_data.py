@@ -256,6 +256,12 @@ class ClientData:
             size,
         )
 
+    def announce(self, positions: Tensor, role: str, index: Tensor) -> None:
+        """Prepare for batches of samples whose numbers `index` (k, batches, b) holds."""
+        for value in self.fields[role].values():
+            if isinstance(value, Windows):
+                value.announce(self._starts(role, positions)[..., None] + index)
+
     def is_cut(self, role: str) -> bool:
         """Return whether samples are windows into long arrays, of which measurements see a part."""
         return any(isinstance(value, Windows) for value in self.fields[role].values())

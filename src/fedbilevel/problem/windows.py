@@ -2,10 +2,12 @@
 
 The arrays may be memory-mapped files that are larger than memory: of a file only the windows are
 read that a batch addresses. Arrays with few tokens are kept as one tensor on the device of the run.
+Batches of later steps are announced, so that the system reads their windows while earlier steps compute.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,6 +91,22 @@ class Windows:
             found[own] = self.tokens[array][places[own]]
         return torch.from_numpy(found).to(self.device)
 
+    def announce(self, rows: Tensor) -> None:
+        """Let the system read these rows of memory-mapped files ahead; this does not wait for them."""
+        if self._kept is not None:
+            return
+        picked = rows.reshape(-1).cpu().numpy()
+        arrays = self.array[picked]
+        for array in np.unique(arrays):
+            tokens = self.tokens[array]
+            mapped, first = _place(tokens)
+            if mapped is None:
+                continue
+            starts = np.unique(first + self.start[picked[arrays == array]] * tokens.itemsize)
+            for start in starts.tolist():
+                page = start - start % mmap.PAGESIZE
+                _read_ahead(mapped, page, start + self.length * tokens.itemsize - page)
+
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
         if isinstance(rows, slice):
             rows = torch.arange(*rows.indices(len(self)), device=self.device)
@@ -96,3 +114,16 @@ class Windows:
 
     def view(self, *shape: int) -> Tensor:
         return self[:].view(*shape)
+
+
+def _place(tokens: np.ndarray) -> tuple[mmap.mmap | None, int]:
+    """Return the map of a file to which an array belongs, and the array's first byte there; None: no map."""
+    mapped = getattr(tokens, "_mmap", None)
+    if not isinstance(mapped, mmap.mmap):
+        return None, 0
+    return mapped, tokens.__array_interface__["data"][0] - np.frombuffer(mapped, np.uint8, 1).ctypes.data
+
+
+def _read_ahead(mapped: mmap.mmap, start: int, length: int) -> None:
+    if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
+        mapped.madvise(mmap.MADV_WILLNEED, start, length)

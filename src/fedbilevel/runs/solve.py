@@ -140,8 +140,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
 
     Computing.
         device, dtype: "cpu", "cuda" or "cuda:1", and the type of x and y.
-        precision: "bf16" evaluates the losses of derivatives in bfloat16; x, y, their derivatives,
-            sums and measurements stay in float32.
+        precision: "bf16" or "fp16" evaluates the losses of derivatives in bfloat16 or float16; x, y,
+            their derivatives, sums and measurements stay in float32.
         strategy, chunk_size: how clients are evaluated together; by default, a measurement decides.
             With "loop" and a chunk_size, so many clients work at a time, which saves memory.
         engine: "simulation", or "distributed" under torchrun, where every rank makes the same call.

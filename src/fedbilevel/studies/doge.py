@@ -19,16 +19,19 @@ from torch import Tensor
 from fedbilevel.problem.windows import Windows
 from fedbilevel.studies.mixture import Mixture
 from fedbilevel.studies.texts import TextStudy
-from fedbilevel.studies.trials import most_rounds
+from fedbilevel.studies.trials import REPEATED, num_rounds
 from fedbilevel.tasks.mixing import divergence
 
 
 def budget(study: TextStudy) -> int:
-    """Return how many gradients `choose` takes at most before its trainings from scratch.
+    """Return how many gradients a rival may take: more than `choose` takes before its trainings from scratch.
 
-    Those of `TextStudy.warm` are not counted.
+    These are the rounds of `TextStudy.learn`, four readings of every source, and a trial per source and two
+    more. Those of `TextStudy.warm` are not counted.
     """
-    return study.learning_rounds() + most_rounds(study)
+    names = study.texts.names
+    trials = sum(num_rounds(study, name, REPEATED) for name in names) + (len(names) + 2) * study.settings.num_trial
+    return study.learning_rounds() + trials
 
 
 def rounds_of(study: TextStudy) -> int:
@@ -51,7 +54,7 @@ def doge(study: TextStudy, y: Any) -> dict[str, float]:
     num = len(study.texts.sources) * s.batch_size
     prior = torch.tensor(list(study.prior().values()), device=device)
     x, m, squares = prior.log(), torch.zeros_like(prior), 0.0
-    low = study.options.get("precision") == "bf16"
+    low = study.options.get("precision", "full") != "full"
 
     def gradient(windows: Windows, number: int) -> list[Tensor]:
         rows = windows[torch.as_tensor(draw.integers(len(windows), size=number))]

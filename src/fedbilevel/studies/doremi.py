@@ -62,7 +62,7 @@ def doremi(study: TextStudy, target: Any) -> dict[str, float]:
     each = max(1, len(study.texts.sources) * s.batch_size // len(names))
     prior = torch.tensor(list(study.prior().values()), device=device)
     weights, mean, rounds = prior, torch.zeros_like(prior), rounds_of(study)
-    low = study.options.get("precision") == "bf16"
+    low = study.options.get("precision", "full") != "full"
     for t in range(1, rounds + 1):
         rows = torch.cat([own[torch.as_tensor(draw.integers(len(own), size=each))] for own in sources])
         with torch.autocast(device.type, torch.bfloat16, enabled=low):

@@ -253,11 +253,12 @@ def _contest(
     }
     starts = [name for name, one in good.items() if plans[name].start is not None and one.tried]
     first = tuned.first or min(starts, key=lambda name: min(good[name].tried.values()), default=None)
+    steps: Mapping[str, Any] = {}
     if first in found and (start := plans[first].start) is not None:
         fields = start(good[first].chosen, found[first].result)
-        clients = fields.pop("clients", clients)
+        clients, steps = fields.pop("clients", clients), fields.pop("settings", steps)
         problem = dataclasses.replace(problem, **fields)
-    runs = _bilevel(task, problem, clients, options) if tuned.bilevel else {}
+    runs = _bilevel(task, problem, clients, options, steps) if tuned.bilevel else {}
     for costs in (*(one.costs for one in rivals.values()), *(one.final for _, _, one in runs.values())):
         for name in _COSTS:
             paid[name] += float(costs[name])
@@ -266,11 +267,12 @@ def _contest(
 
 
 def _bilevel(
-    task: Task, problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any]
+    task: Task, problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any], steps: Mapping[str, Any]
 ) -> dict[str, tuple[Problem, Sequence[Holdings], Result]]:
     """Return the bilevel run and its refits, each with its problem and clients."""
     try:
-        answer = solve(problem, clients, task.automatic, **options, **task.suggestions(task.automatic))
+        settings = {**task.suggestions(task.automatic), **steps}
+        answer = solve(problem, clients, task.automatic, **options, **settings)
     except NonFiniteError:
         return {}  # the rivals still have an answer
     if answer.stopped == "failed":

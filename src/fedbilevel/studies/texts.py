@@ -133,10 +133,13 @@ class TextStudy:
         clients = self.drawn(weights, texts or self.texts)
         return self._adam(self._plain(), clients, num_rounds or self.settings.num_train).y
 
-    def train_on(self, y: Any, weights: Mapping[str, float], num_rounds: int) -> Any:
-        """Return y after further training on windows that are drawn by these weights."""
+    def train_on(self, y: Any, weights: Mapping[str, float], num_rounds: int, step: float = 1.0) -> Any:
+        """Return y after further training on windows that are drawn by these weights.
+
+        step: share of the usual step.
+        """
         problem, clients = dataclasses.replace(self._plain(), y0=y), self.drawn(weights, self.texts)
-        return self._stage(problem, clients, num_rounds, self.settings.lr, Schedule(end=num_rounds)).y
+        return self._stage(problem, clients, num_rounds, step * self.settings.lr, Schedule(end=num_rounds)).y
 
     def tokens_of_round(self) -> int:
         return self.settings.batch_size * self.settings.context * len(self.texts.sources)

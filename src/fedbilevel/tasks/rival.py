@@ -42,7 +42,8 @@ class Rival(NamedTuple):
         together; None: the chosen run is the answer.
     start: returns, for the chosen label and the result of the answer, fields of the task's problem that
         make a bilevel run begin at this rival, such as x0 and y0, and `clients` where the rival
-        changes them; None: the x0 and y0 of the task.
+        changes them, and `settings` where the suggested ones do not suit; None: the x0 and y0 of
+        the task.
     """
 
     title: str

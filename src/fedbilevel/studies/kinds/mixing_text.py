@@ -13,7 +13,7 @@ options   precision, batch sizes, ... (runs/options.py)
 seed      of the first repetition
 
 Every model is trained from scratch with the same number of tokens, and the weights of "doge" and
-"doremi" are learned with as many as "learned".
+"doremi" may be learned with more than those of "learned".
 
 Figures: test_loss; bad_weight, the total weight of the four other sources; tokens of the last training;
 search_tokens, those of everything before it (of "learned", with the model that is trained on the prior
