@@ -180,9 +180,11 @@ def train_network(
         draws={"train": NUM_DRAWS} if training.shift or training.mirror else {},
     )  # fmt: skip
     num = training.num_rounds
+    # a batch size for "val" as well would make a measurement of a large network as slow as a hundred rounds
+    sizes = {"train": training.batch_size, "val": None}
     result = solve(
         problem, held, "fedadam", num_iterations=num, measure_every=num, residuals=False, seed=seed,
-        schedule=Schedule(end=num), batch_size=training.batch_size,
+        schedule=Schedule(end=num), batch_size=sizes,
         num_local_steps=training.num_local_steps, lr_lower=training.lr_lower, server_lr=training.server_lr,
         server_damping=training.server_damping, precision=training.precision, **where,
     )  # fmt: skip

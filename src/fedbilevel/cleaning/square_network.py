@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
+from torch.nn.functional import group_norm
 
 from fedbilevel.data.random_features import RandomConvolutions
 
@@ -32,3 +35,11 @@ def standardised(images: Tensor) -> Tensor:
     """Return images as rows, each standardised by its own mean and deviation."""
     rows = images.flatten(1)
     return (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
+
+
+def normed(y: Mapping[str, Tensor], name: str, images: Tensor) -> Tensor:
+    """Return images (n, channels, side, side), normalised over groups of channels, with a layer's scale and shift."""
+    groups = max(1, images.shape[1] // GROUP)
+    scale, shift = (y[f"{name}.{part}"].to(images.dtype) for part in ("scale", "shift"))
+    with torch.autocast(images.device.type, enabled=False):  # would write norms in float32, at twice the traffic
+        return group_norm(images, groups, scale, shift)
