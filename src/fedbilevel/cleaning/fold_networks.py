@@ -113,6 +113,10 @@ class FoldNetworks(NamedTuple):
         """Return the networks of the passes of both."""
         return FoldNetworks([*self.passes, *other.passes])
 
+    def together(self, last: Network, number: int) -> FoldNetworks:
+        """Return the networks of one pass and a last network, whose mean is often better than the last one alone."""
+        return FoldNetworks([[last, *self.passes[number]]])
+
 
 def rows_of(probabilities: np.ndarray) -> np.ndarray:
     """Return the rows that detectors read."""
@@ -126,6 +130,7 @@ def train_folds(
     training: Training,
     *,
     targets: Sequence[np.ndarray] | None = None,
+    flags: Sequence[np.ndarray] | None = None,
     seed: int,
     **where: Any,
 ) -> FoldNetworks:
@@ -133,11 +138,14 @@ def train_folds(
 
     clients: `image` and `label` of the training samples of every client.
     targets: class probabilities (n, C) of these samples to train on; None: the given labels.
+    flags: marks of samples that no network is trained on; None: no sample is marked.
     where: device, dtype and engine, as in `solve`.
     """
     members = []
     for fold in range(training.num_folds):
         rest = [np.arange(len(client["label"])) % training.num_folds != fold for client in clients]
+        if flags is not None:
+            rest = [kept(keep & ~own) for keep, own in zip(rest, flags, strict=True)]
         some = [
             {name: client[name][keep] for name in ("image", "label")}
             for client, keep in zip(clients, rest, strict=True)
@@ -145,6 +153,11 @@ def train_folds(
         aims = None if targets is None else [own[keep] for own, keep in zip(targets, rest, strict=True)]
         members.append(train_network(some, num_classes, training, targets=aims, seed=seed, **where))
     return FoldNetworks([members])
+
+
+def kept(keep: np.ndarray) -> np.ndarray:
+    """Return marks of samples to keep, with the first sample if there are none: a run needs samples of every client."""
+    return keep if keep.any() else np.arange(len(keep)) == 0
 
 
 def train_network(
