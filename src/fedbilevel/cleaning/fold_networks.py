@@ -54,6 +54,7 @@ class Training(Settings):
     shift: float = setting(0.0, "largest shift of an image in a step, as a share of its side", least=0, most=0.5)
     mirror: bool = setting(False, "half of the images are mirrored in a step, for photographs")
     weight_decay: float = setting(0.0, "weight of the squared norm of the network's weights, halved", least=0)
+    standardise: bool = setting(False, "every filter is used with mean zero and unit norm, which speeds up training")
     precision: Precision = setting("full", "of derivatives, as in solve: full, or bf16 for speed on a GPU")
 
 
@@ -170,7 +171,9 @@ def train_network(
     **where: Any,
 ) -> Network:
     """Train one network on all samples; arguments as in `train_folds`."""
-    shape = _SHAPES[training.network].of(int(np.prod(clients[0]["image"].shape[1:])), training.width, num_classes)
+    shape = _SHAPES[training.network].of(
+        int(np.prod(clients[0]["image"].shape[1:])), training.width, num_classes, training.standardise
+    )
     held = []
     for i, client in enumerate(clients):
         aim = np.eye(num_classes)[client["label"]] if targets is None else targets[i]

@@ -41,6 +41,7 @@ class Residual(SquareNetwork):
 
     def scores(self, y: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """Return the scores (n, C) of images, flat or square, each standardised by itself."""
+        y = self.used(y)
         found = _layer(y, "first", self.images(standardised(images)))
         found = _added(y, "add1", _layer(y, "stage1", found, halve=True))
         found = _layer(y, "stage2", found, halve=True)

@@ -49,6 +49,7 @@ class ResNet18(SquareNetwork):
 
     def scores(self, y: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """Return the scores (n, C) of images, flat or square, each standardised by itself."""
+        y = self.used(y)
         found = _layer(y, "first", self.images(standardised(images))).relu()
         for stage in range(_NUM_STAGES):
             for block in range(_NUM_BLOCKS):
