@@ -90,7 +90,22 @@ def test_rows_of_training_samples_are_out_of_fold_and_others_are_means():
     assert folds.probabilities(images)[0].tolist() == [0.625, 0.375]
     both = folds + FoldNetworks([[Constant(shape, np.array([0.75, 0.25]), {})] * 3])
     assert both.unseen(images)[:, 0].tolist() == [0.5, 0.875, 0.5, 0.875, 0.5]
+    last = Constant(shape, np.array([0.0, 1.0]), {})
+    assert both.together(last, -1).probabilities(images)[0, 0] == pytest.approx(2.25 / 4)
+    assert both.together(last, 0).probabilities(images)[0, 0] == pytest.approx(1.25 / 3)
     assert np.allclose(rows_of(np.array([[1.0, 0.0]])), [[1, 0, 0, np.log(1e-4)]])
+
+
+def test_folds_leave_flagged_samples_out():
+    clients = [client["train"] for client in striped()]
+    flags = [np.zeros(len(own["label"]), bool) for own in clients]
+    flags[1][:10] = flags[2][:] = True
+    changed = [{**own, "label": own["label"].copy()} for own in clients]
+    changed[1]["label"][:10] = 1 - changed[1]["label"][:10]
+    first, again = (train_folds(some, 2, BRIEF, flags=flags, seed=0) for some in (clients, changed))
+    image = clients[1]["image"]
+    assert np.allclose(first.unseen(image), again.unseen(image), rtol=0, atol=1e-5)
+    assert not np.allclose(first.unseen(image), train_folds(clients, 2, BRIEF, seed=0).unseen(image), rtol=0, atol=1e-5)
 
 
 def test_targets_replace_the_labels():
@@ -175,3 +190,23 @@ def test_the_study_compares_networks_on_the_same_probabilities(tmp_path):
     other = go("refined", flag_by="label_em", transition="own", final={"num_rounds": 20})
     assert other["flags"] != refined["flags"]
     assert go("as_given", final={"num_rounds": 20})["rounds"] == 20
+
+
+def test_every_row_of_the_study_may_answer_together_with_its_networks_of_folds(tmp_path):
+    task = {"name": "data_cleaning", "num_clients": 3, "noise": 0.3, "num_clean": 20, "test_share": 0.5}
+    row = {"task": task, "training": {"num_folds": 2, "width": 4, "num_rounds": 15, "batch_size": 16}}
+    go = lambda method, **more: network_cleaning.run(
+        {**row, "method": method, **more}, repetition=0, folder=tmp_path, device="cpu", say=lambda text: None
+    ).figures  # fmt: skip
+    names = ("as_given", "cleanlab", "cleanlab_again", "refined")
+    alone, together = ({name: go(name, answer=answer) for name in names} for answer in ("last", "together"))
+    for name in names:
+        assert together[name]["alone"] == alone[name]["cleaned"] == alone[name]["alone"]
+        assert together[name]["f1"] == alone[name]["f1"]
+    assert together["as_given"]["cleaned"] == together["as_given"]["plain"] == together["cleanlab"]["plain"]
+    assert together["as_given"]["rounds"] == together["cleanlab"]["rounds"] == 3 * 15
+    assert together["cleanlab_again"]["rounds"] == 5 * 15
+    work = network_cleaning.Work(row, 0, "cpu", print)
+    folds, last = work.folds("given"), work.plain()
+    mean = np.mean([one.probabilities(work.clean()["image"]) for one in (last, *folds.passes[0])], axis=0)
+    assert np.allclose(folds.together(last, 0).probabilities(work.clean()["image"]), mean)

@@ -7,6 +7,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.cleaning import last_network
+from fedbilevel.cleaning.fold_networks import FoldNetworks
 from fedbilevel.cleaning.last_network import chosen, guarded, retrained, trained, unread, without
 from fedbilevel.cleaning.truth import classes
 from fedbilevel.detectors.label_em import LabelEM
@@ -130,4 +131,4 @@ def test_what_cannot_be_trained_again_is_refused():
     with pytest.raises(SettingError, match="retrain is True and features is 'given'"):
         fb.clean_labels(striped(), features="given", retrain=True)
     with pytest.raises(SettingError, match="use engine='simulation'"):
-        retrained(striped(), [], [], BRIEF, GUARD, seed=0, engine="distributed")
+        retrained(striped(), [], [], BRIEF, GUARD, FoldNetworks([]), seed=0, engine="distributed")

@@ -58,6 +58,24 @@ def test_the_scores_are_those_of_torch_modules():
     assert torch.allclose(shape.scores(y, images.flatten(1)), wanted, rtol=1e-3, atol=1e-5)
 
 
+def test_standardised_filters_have_mean_zero_and_unit_norm():
+    shape, rng = ResNet18(16, 3, 16, 5), torch.Generator().manual_seed(3)
+    y = {name: leaf + 0.2 * torch.randn(leaf.shape, generator=rng) for name, leaf in shape.initial(0).items()}
+    other = shape._replace(standardise=True)
+    for name, leaf in other.used(y).items():
+        if leaf.ndim < 4:
+            assert torch.equal(leaf, y[name])
+            continue
+        rows, plain = leaf.flatten(1), y[name].flatten(1)
+        assert torch.allclose(rows.mean(1), torch.zeros(len(rows)), atol=1e-6)
+        assert torch.allclose(rows.norm(dim=1), torch.ones(len(rows)), atol=1e-4)
+        assert torch.allclose(rows * plain.std(1, correction=0)[:, None] * plain.shape[1] ** 0.5,
+                              plain - plain.mean(1, keepdim=True), rtol=1e-3, atol=1e-5)  # fmt: skip
+    images = torch.randn(3, 3, 16, 16, generator=rng).flatten(1)
+    assert torch.equal(other.scores(y, images), shape.scores(other.used(y), images))
+    assert not torch.allclose(other.scores(y, images), shape.scores(y, images), atol=1e-3)
+
+
 def test_width_64_has_the_weights_of_the_published_network():
     """11.17 million for CIFAR-10: norms of groups have as many weights as those of batches."""
     sizes = [leaf.numel() for leaf in ResNet18.of(3 * 32 * 32, 64, 10).initial(0).values()]

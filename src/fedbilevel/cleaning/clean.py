@@ -76,7 +76,7 @@ def clean_labels(
         {"width": 32, "num_rounds": 400}.
     retrain: with networks of folds, train last networks on the labels as given, without the flagged
         samples, and with posteriors for them; the guard chooses (`cleaning.last_network`), and
-        `predict` uses its choice.
+        `predict` uses its choice, as a mean with the networks of folds.
     num_classes: number of classes; None: the largest label plus one.
     flag: "half" flags labels that are wrong with a probability above one half; "rate" flags at a
         false-discovery rate (setting `rate`), with a 95 % bound from held-out clean samples.
@@ -124,6 +124,7 @@ def clean_labels(
             cleaning.posteriors,
             how,
             chosen,
+            ready.network,
             **where,
         )
         cleaning = replace(cleaning, last=last)

@@ -54,6 +54,7 @@ class Training(Settings):
     shift: float = setting(0.0, "largest shift of an image in a step, as a share of its side", least=0, most=0.5)
     mirror: bool = setting(False, "half of the images are mirrored in a step, for photographs")
     weight_decay: float = setting(0.0, "weight of the squared norm of the network's weights, halved", least=0)
+    standardise: bool = setting(False, "every filter is used with mean zero and unit norm, which speeds up training")
     precision: Precision = setting("full", "of derivatives, as in solve: full, or bf16 for speed on a GPU")
 
 
@@ -113,6 +114,10 @@ class FoldNetworks(NamedTuple):
         """Return the networks of the passes of both."""
         return FoldNetworks([*self.passes, *other.passes])
 
+    def together(self, last: Network, number: int) -> FoldNetworks:
+        """Return the networks of one pass and a last network, whose mean is often better than the last one alone."""
+        return FoldNetworks([[last, *self.passes[number]]])
+
 
 def rows_of(probabilities: np.ndarray) -> np.ndarray:
     """Return the rows that detectors read."""
@@ -126,6 +131,7 @@ def train_folds(
     training: Training,
     *,
     targets: Sequence[np.ndarray] | None = None,
+    flags: Sequence[np.ndarray] | None = None,
     seed: int,
     **where: Any,
 ) -> FoldNetworks:
@@ -133,11 +139,14 @@ def train_folds(
 
     clients: `image` and `label` of the training samples of every client.
     targets: class probabilities (n, C) of these samples to train on; None: the given labels.
+    flags: marks of samples that no network is trained on; None: no sample is marked.
     where: device, dtype and engine, as in `solve`.
     """
     members = []
     for fold in range(training.num_folds):
         rest = [np.arange(len(client["label"])) % training.num_folds != fold for client in clients]
+        if flags is not None:
+            rest = [kept(keep & ~own) for keep, own in zip(rest, flags, strict=True)]
         some = [
             {name: client[name][keep] for name in ("image", "label")}
             for client, keep in zip(clients, rest, strict=True)
@@ -145,6 +154,11 @@ def train_folds(
         aims = None if targets is None else [own[keep] for own, keep in zip(targets, rest, strict=True)]
         members.append(train_network(some, num_classes, training, targets=aims, seed=seed, **where))
     return FoldNetworks([members])
+
+
+def kept(keep: np.ndarray) -> np.ndarray:
+    """Return marks of samples to keep, with the first sample if there are none: a run needs samples of every client."""
+    return keep if keep.any() else np.arange(len(keep)) == 0
 
 
 def train_network(
@@ -157,7 +171,9 @@ def train_network(
     **where: Any,
 ) -> Network:
     """Train one network on all samples; arguments as in `train_folds`."""
-    shape = _SHAPES[training.network].of(int(np.prod(clients[0]["image"].shape[1:])), training.width, num_classes)
+    shape = _SHAPES[training.network].of(
+        int(np.prod(clients[0]["image"].shape[1:])), training.width, num_classes, training.standardise
+    )
     held = []
     for i, client in enumerate(clients):
         aim = np.eye(num_classes)[client["label"]] if targets is None else targets[i]
@@ -180,9 +196,11 @@ def train_network(
         draws={"train": NUM_DRAWS} if training.shift or training.mirror else {},
     )  # fmt: skip
     num = training.num_rounds
+    # a batch size for "val" as well would make a measurement of a large network as slow as a hundred rounds
+    sizes = {"train": training.batch_size, "val": None}
     result = solve(
         problem, held, "fedadam", num_iterations=num, measure_every=num, residuals=False, seed=seed,
-        schedule=Schedule(end=num), batch_size=training.batch_size,
+        schedule=Schedule(end=num), batch_size=sizes,
         num_local_steps=training.num_local_steps, lr_lower=training.lr_lower, server_lr=training.server_lr,
         server_damping=training.server_damping, precision=training.precision, **where,
     )  # fmt: skip

@@ -7,6 +7,9 @@ Every candidate is a network that is trained from its start. In their order:
     corrected   on all samples; a flagged label is replaced by its posterior
     soft        on the posteriors of all samples
 
+An answer is the mean of the class probabilities of a candidate and of the networks of folds, which exist
+anyway: of the first pass for as_given, and of the last pass for the others.
+
 The first one is the choice until the guard accepts another over it, by the rule of detectors. Then only
 a candidate that is right more often by two standard errors replaces the choice: soft targets raise the
 likelihood more than the accuracy.
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedbilevel.cleaning.fold_networks import Network, Training, train_network
+from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, kept, train_network
 from fedbilevel.detectors._decisions import TEMPERATURES, basis, judged, temperature
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.errors import SettingError
@@ -37,11 +40,12 @@ class Choice(NamedTuple):
     """The network that the guard chose among candidates.
 
     name: "as_given", or the name of a candidate.
+    network: one network, or several whose mean is the answer.
     figures: the guard's figures of every candidate against the network of the labels as given.
     """
 
     name: str
-    network: Network
+    network: Network | FoldNetworks
     figures: Mapping[str, Mapping[str, Any]]
 
     @property
@@ -61,11 +65,12 @@ class Choice(NamedTuple):
 
 def retrained(
     clients: Sequence[Holdings], flags: Sequence[np.ndarray], posteriors: Sequence[np.ndarray], training: Training,
-    detector: Detector, *, seed: int, **where: Any,
+    detector: Detector, folds: FoldNetworks, *, seed: int, **where: Any,
 ) -> Choice:  # fmt: skip
     """Train the network of the given labels and the usual candidates, and let the guard choose.
 
     detector: its settings are those of the guard.
+    folds: networks of folds, of one or two passes.
     where: device, dtype and engine, as in `solve`.
     """
     if where.get("engine", "simulation") != "simulation":
@@ -77,8 +82,9 @@ def retrained(
     some = [{name: np.asarray(part[name]) for name in ("image", "label")} for part in own]
     num_classes = posteriors[0].shape[1]
     fit = lambda these, targets: train_network(these, num_classes, training, targets=targets, seed=seed, **where)
-    candidates = ((name, trained(name, some, flags, posteriors, fit)) for name in USUAL)
-    return chosen(fit(some, None), candidates, unread(clients, detector.held_share(), seed), detector)
+    candidates = ((name, folds.together(trained(name, some, flags, posteriors, fit), -1)) for name in USUAL)
+    clean = unread(clients, detector.held_share(), seed)
+    return chosen(folds.together(fit(some, None), 0), candidates, clean, detector)
 
 
 def unread(clients: Sequence[Holdings], share: float, seed: int) -> dict[str, np.ndarray]:
@@ -121,15 +127,15 @@ def without(clients: Sequence[Mapping[str, np.ndarray]], flags: Sequence[np.ndar
     """Return the training samples that are not flagged; a client whose labels are all flagged keeps one."""
     found = []
     for own, flagged in zip(clients, flags, strict=True):
-        keep = ~flagged
-        keep[:1] |= not keep.any()  # a run needs samples of every client
+        keep = kept(~flagged)
         found.append({name: own[name][keep] for name in ("image", "label")})
     return found
 
 
 def chosen(
-    plain: Network, candidates: Iterable[tuple[str, Network]], clean: Mapping[str, np.ndarray], detector: Detector
-) -> Choice:
+    plain: Network | FoldNetworks, candidates: Iterable[tuple[str, Network | FoldNetworks]],
+    clean: Mapping[str, np.ndarray], detector: Detector,
+) -> Choice:  # fmt: skip
     """Choose a network by clean samples that no training has read.
 
     A cut at a false-discovery rate has read them, so flags at such a cut favour the networks without them.

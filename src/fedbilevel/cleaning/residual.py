@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, group_norm, linear, max_pool2d
+from torch.nn.functional import conv2d, linear, max_pool2d
 
-from fedbilevel.cleaning.square_network import GROUP, SquareNetwork, standardised
+from fedbilevel.cleaning.square_network import SquareNetwork, normed, standardised
 
 _CALM = 0.125  # factor of the scores, so that the first steps are short
 
@@ -41,6 +41,7 @@ class Residual(SquareNetwork):
 
     def scores(self, y: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """Return the scores (n, C) of images, flat or square, each standardised by itself."""
+        y = self.used(y)
         found = _layer(y, "first", self.images(standardised(images)))
         found = _added(y, "add1", _layer(y, "stage1", found, halve=True))
         found = _layer(y, "stage2", found, halve=True)
@@ -52,8 +53,7 @@ def _layer(y: Mapping[str, Tensor], name: str, images: Tensor, *, halve: bool = 
     found = conv2d(images, y[f"{name}.weight"], padding=1)
     if halve and found.shape[-1] > 1:
         found = max_pool2d(found, 2)
-    groups = max(1, found.shape[1] // GROUP)
-    return group_norm(found, groups, y[f"{name}.scale"], y[f"{name}.shift"]).relu()
+    return normed(y, name, found).relu()
 
 
 def _added(y: Mapping[str, Tensor], name: str, images: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, group_norm, linear
+from torch.nn.functional import conv2d, linear
 
-from fedbilevel.cleaning.square_network import GROUP, SquareNetwork, standardised
+from fedbilevel.cleaning.square_network import SquareNetwork, normed, standardised
 
 _NUM_STAGES, _NUM_BLOCKS = 4, 2
 
@@ -49,6 +49,7 @@ class ResNet18(SquareNetwork):
 
     def scores(self, y: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """Return the scores (n, C) of images, flat or square, each standardised by itself."""
+        y = self.used(y)
         found = _layer(y, "first", self.images(standardised(images))).relu()
         for stage in range(_NUM_STAGES):
             for block in range(_NUM_BLOCKS):
@@ -65,7 +66,4 @@ def _block(y: Mapping[str, Tensor], name: str, images: Tensor, *, stride: int) -
 def _layer(y: Mapping[str, Tensor], name: str, images: Tensor, *, stride: int = 1) -> Tensor:
     weight = y[f"{name}.weight"]
     found = conv2d(images, weight, stride=stride, padding=weight.shape[-1] // 2)
-    groups = max(1, found.shape[1] // GROUP)
-    scale, shift = (y[f"{name}.{part}"].to(found.dtype) for part in ("scale", "shift"))
-    with torch.autocast(found.device.type, enabled=False):  # would write norms in float32, at twice the traffic
-        return group_norm(found, groups, scale, shift)
+    return normed(y, name, found)

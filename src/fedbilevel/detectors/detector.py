@@ -11,9 +11,10 @@ errors, and e the standard error of the difference in right answers:
 
     t of the log-likelihood >= reject_below
     right answers: not fewer by more than e
-    right answers: more by 2 e; or a loss of 0.3 points is excluded (difference - 1.645 e >= -0.003) and
-        t of the calibrated log-likelihood >= accept_above; or the samples are too few to exclude it
-        (1.645 e > 0.003) and that t >= 1.645
+    right answers: more by 2 e; or at most half of the flags are false, by a 95 % bound from the held samples;
+        or a loss of 0.3 points is excluded (difference - 1.645 e >= -0.003) and t of the calibrated
+        log-likelihood >= accept_above; or the samples are too few to exclude it (1.645 e > 0.003) and that
+        t >= 1.645
 
 Calibrated scores are multiplied by a temperature of their classifier, which maximises its likelihood
 of the held samples. Both classifiers have one, so the advantage of choosing it cancels.

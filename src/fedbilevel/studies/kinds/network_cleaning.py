@@ -8,6 +8,8 @@ cleaning/fold_networks.py. Methods:
     only_right  wrong labels are removed first, which needs the truth
     cleanlab    cleanlab flags labels by the probabilities out of fold, pooled; a network is trained
                 on the other labels
+    cleanlab_again  the same in two passes, at the cost of refined: networks of the folds are trained again
+                without the flagged labels, and cleanlab reads the mean probabilities of both passes
     refined     label_em turns these probabilities into posteriors; networks are trained on the
                 posteriors, out of fold again; `confident`, or label_em by the setting `flag_by`,
                 flags labels on the mean probabilities of both passes
@@ -22,13 +24,17 @@ The last network of `refined` is trained, by the setting `last`:
     chosen      on the labels that are not flagged, unless the guard prefers `corrected`
                 (cleaning/last_network.py)
 
-The two networks `cleaned`, of the method, and `plain`, of the labels as given, are compared on clean
+The answer of a row is, by the setting `answer`, its last network, or the mean of the probabilities of
+`together`: of its last network and of its networks of folds, in their last pass. The latter exist anyway.
+
+The two answers `cleaned`, of the method, and `plain`, of the labels as given, are compared on clean
 samples that no other step has read: every second one of each client. The rule is that of detectors.
 
 Figures: f1, precision, recall, average_precision and flags of wrong labels, as in the study cleaning;
-cleaned, plain: test accuracy of both networks; t, evidence, gain, accepted: of the guard; harmed: 1 if an
-accepted network loses more than 0.3 points of test accuracy; test_accuracy: of the network that the
-guard chose; rounds, megabytes: of all networks and detectors of the method.
+cleaned, plain: test accuracy of both answers; alone: of the last network of the method; t, evidence,
+gain, accepted: of the guard; harmed: 1 if an accepted answer loses more than 0.3 points of test accuracy;
+test_accuracy: of the answer that the guard chose; rounds, megabytes: of all networks and detectors of the
+method.
 
 Rows of one panel and repetition share networks if they run in one process.
 """
@@ -40,7 +46,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -57,11 +63,15 @@ from fedbilevel.studies.kinds.cleaning import average_precision, harmed
 from fedbilevel.studies.outcome import RowOutcome
 
 _shared: dict[str, Any] = {}  # networks of the last panel and repetition
+_FREE = {"rounds": 0.0, "megabytes": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkRow(Settings):
-    method: Literal["as_given", "only_right", "cleanlab", "refined"] = setting("refined", "how labels are cleaned")
+    method: Literal["as_given", "only_right", "cleanlab", "cleanlab_again", "refined"] = setting(
+        "refined", "how labels are cleaned"
+    )
+    answer: Literal["last", "together"] = setting("last", "networks that answer: the last one, or also those of folds")
     last: Literal["pruned", "corrected", "soft", "distilled", "chosen"] = setting(
         "pruned", "targets of the last network of refined"
     )
@@ -81,12 +91,25 @@ def run(
     settings = made(NetworkRow, {name: value for name, value in row.items() if name not in tables})
     begun = time.perf_counter()
     work = Work(row, repetition, device, say)
-    flags, chance, cleaned, cost = (
-        work.refined(settings) if settings.method == "refined" else getattr(work, settings.method)()
-    )
-    figures = work.figures(flags, chance, cleaned, cost)
+    found = getattr(work, settings.method)(settings)
+    figures = work.figures(found, settings.answer)
     say(f"{settings.method}: {figures} {time.perf_counter() - begun:.1f} s")
     return RowOutcome(figures, [])
+
+
+class Outcome(NamedTuple):
+    """What a method found.
+
+    chance: P(wrong) of every sample, or another ranking.
+    cost: of everything before the last network.
+    beside: networks of folds that may answer together with the last network.
+    """
+
+    flags: np.ndarray
+    chance: np.ndarray
+    last: Network
+    cost: Mapping[str, float]
+    beside: FoldNetworks | None = None
 
 
 class Work:
@@ -114,8 +137,9 @@ class Work:
             _shared[name] = make()
         return _shared[name]
 
-    def folds(self, name: str, targets: Any = None) -> FoldNetworks:
-        make = lambda: train_folds(self.train, self.num_classes, self.training, targets=targets, **self.where)
+    def folds(self, name: str, **targets: Any) -> FoldNetworks:
+        """Return networks of folds; targets: targets or flags of their training, when it is asked for first."""
+        make = lambda: train_folds(self.train, self.num_classes, self.training, **targets, **self.where)
         return self._once(f"folds {name}", make)
 
     def network(self, name: str, make: Callable[[], Network], key: str = "") -> Network:
@@ -130,28 +154,32 @@ class Work:
     def plain(self) -> Network:
         return self.network("as given", lambda: self._fit(self.train))
 
-    # ---- methods: flags, P(wrong) or a ranking, the network, and the cost before it -----------------------------
+    # ---- methods --------------------------------------------------------------------------------------------------
 
-    def as_given(self) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
-        chance = 1 - self._own(self.out_of_fold(self.folds("given")))
-        return np.zeros(len(self.label), bool), chance, self.plain(), {"rounds": 0.0, "megabytes": 0.0}
+    def as_given(self, settings: NetworkRow) -> Outcome:
+        folds, none = self.folds("given"), np.zeros(len(self.label), bool)
+        cost = folds.cost if settings.answer == "together" else _FREE
+        return Outcome(none, 1 - self._own(self.out_of_fold(folds)), self.plain(), cost, folds)
 
-    def only_right(self) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
-        network = self.network("right", lambda: self._fit(self._kept(self.wrong.astype(bool))))
-        return self.wrong.astype(bool), self.wrong.astype(float), network, {"rounds": 0.0, "megabytes": 0.0}
+    def only_right(self, _settings: NetworkRow) -> Outcome:
+        wrong = self.wrong.astype(bool)
+        return Outcome(wrong, self.wrong.astype(float), self._pruned("right", wrong), _FREE)
 
-    def cleanlab(self) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
-        from fedbilevel.studies.kinds import confident_learning  # needs optional packages
+    def cleanlab(self, _settings: NetworkRow) -> Outcome:
+        folds = self.folds("given")
+        flags, chance = self._issues(folds)
+        return Outcome(flags, chance, self._pruned("cleanlab", flags), folds.cost, folds)
 
-        p = self.out_of_fold(self.folds("given"))
-        flags = confident_learning.label_issues(self.label, p)
-        network = self.network("cleanlab", lambda: self._fit(self._kept(flags)))
-        return flags, 1 - self._own(p), network, self.folds("given").cost
+    def cleanlab_again(self, _settings: NetworkRow) -> Outcome:
+        parts = self._by_client(self._issues(self.folds("given"))[0])
+        both = self.folds("given") + self.folds("without cleanlab's flags", flags=parts)
+        flags, chance = self._issues(both)
+        return Outcome(flags, chance, self._pruned("cleanlab again", flags), both.cost, both)
 
-    def refined(self, settings: NetworkRow) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
+    def refined(self, settings: NetworkRow) -> Outcome:
         own = {"transition": settings.transition}
         first = self._detected("given", self.folds("given"), "label_em", own)
-        again = self.folds("given") + self.folds(f"refined {settings.transition}", first.posteriors)
+        again = self.folds("given") + self.folds(f"refined {settings.transition}", targets=first.posteriors)
         both = f"both, {settings.transition}"
         soft = self._detected(both, again, "label_em", own)
         found = soft if settings.flag_by == "label_em" else self._detected(both, again, "confident", {})
@@ -163,15 +191,30 @@ class Work:
         )  # fmt: skip
         if settings.last == "chosen":
             candidates = [(name, train(name)) for name in USUAL]
-            choice = chosen(self.plain(), candidates, self.clean(), LabelEM())
+            answers = [(name, self._answer(one, again, settings.answer)) for name, one in candidates]
+            plain = self._answer(self.plain(), self.folds("given"), settings.answer)
+            choice = chosen(plain, answers, self.clean(), LabelEM())
             self.say(f"the guard chose {choice.name}")
-            network = candidates[0][1] if choice.name == "as_given" else choice.network
+            network = dict(candidates).get(choice.name, candidates[0][1])
             for _, other in candidates:
                 if other is not network:
                     cost = {name: cost[name] + other.cost[name] for name in cost}
         else:
             network = train(settings.last)
-        return np.concatenate(found.flags), np.concatenate(found.wrong), network, cost
+        return Outcome(np.concatenate(found.flags), np.concatenate(found.wrong), network, cost, again)
+
+    def _issues(self, folds: FoldNetworks) -> tuple[np.ndarray, np.ndarray]:
+        """Return cleanlab's flags, and the ranking by the probability of the given label."""
+        from fedbilevel.studies.kinds import confident_learning  # needs optional packages
+
+        p = self.out_of_fold(folds)
+        return confident_learning.label_issues(self.label, p), 1 - self._own(p)
+
+    def _pruned(self, name: str, flags: np.ndarray) -> Network:
+        return self.network(name, lambda: self._fit(without(self.train, self._by_client(flags))))
+
+    def _answer(self, last: Network, beside: FoldNetworks | None, answer: str) -> Network | FoldNetworks:
+        return last if answer == "last" or beside is None else beside.together(last, -1)
 
     def _last(self, name: str, flags: Any, posteriors: Any, folds: FoldNetworks) -> Network:
         if name != "distilled":
@@ -200,9 +243,8 @@ class Work:
             num_classes=self.num_classes, seed=self.where["seed"], **own,
         )  # fmt: skip
 
-    def _kept(self, flags: np.ndarray) -> list[dict[str, np.ndarray]]:
-        parts = np.split(flags, np.cumsum([len(own["label"]) for own in self.train])[:-1])
-        return without(self.train, parts)
+    def _by_client(self, flags: np.ndarray) -> list[np.ndarray]:
+        return np.split(flags, np.cumsum([len(own["label"]) for own in self.train])[:-1])
 
     def _own(self, p: np.ndarray) -> np.ndarray:
         return np.asarray(p[np.arange(len(p)), self.label])
@@ -213,28 +255,30 @@ class Work:
 
     # ---- figures --------------------------------------------------------------------------------------------------
 
-    def figures(
-        self, flags: np.ndarray, chance: np.ndarray, cleaned: Network, cost: Mapping[str, float]
-    ) -> dict[str, float]:
-        plain, wrong = self.plain(), self.wrong.astype(bool)
-        guard = self.clean()
+    def figures(self, found: Outcome, answer: str = "last") -> dict[str, float]:
+        wrong, guard = self.wrong.astype(bool), self.clean()
+        both = (
+            self._answer(found.last, found.beside, answer),
+            self._answer(self.plain(), self.folds("given") if answer == "together" else None, answer),
+        )
         test = {name: np.concatenate([one["test"][name] for one in self.clients]) for name in ("image", "label")}
-        after, before = (one.probabilities(guard["image"]) for one in (cleaned, plain))
-        found = guarded(after, before, guard["label"], LabelEM())
-        accepted = found["verdict"] == "accepted"
-        scores = [
-            float((one.probabilities(test["image"]).argmax(1) == test["label"]).mean()) for one in (cleaned, plain)
-        ]
-        truth = compared([flags], [wrong], ["all"])
+        after, before = (one.probabilities(guard["image"]) for one in both)
+        checked = guarded(after, before, guard["label"], LabelEM())
+        accepted = checked["verdict"] == "accepted"
+        cleaned, plain, alone = (
+            float((one.probabilities(test["image"]).argmax(1) == test["label"]).mean()) for one in (*both, found.last)
+        )
+        truth = compared([found.flags], [wrong], ["all"])
         return {
             **{name: getattr(truth, name) for name in ("f1", "precision", "recall")},
-            "average_precision": average_precision(chance, wrong),
-            "flags": float(flags.mean()),
-            "test_accuracy": scores[0 if accepted else 1],
-            "cleaned": scores[0],
-            "plain": scores[1],
-            **{name: found[name] for name in ("t", "evidence", "gain")},
+            "average_precision": average_precision(found.chance, wrong),
+            "flags": float(found.flags.mean()),
+            "test_accuracy": cleaned if accepted else plain,
+            "cleaned": cleaned,
+            "plain": plain,
+            "alone": alone,
+            **{name: checked[name] for name in ("t", "evidence", "gain")},
             "accepted": float(accepted),
-            "harmed": harmed(accepted, *scores),
-            **{name: cost[name] + cleaned.cost[name] for name in ("rounds", "megabytes")},
+            "harmed": harmed(accepted, cleaned, plain),
+            **{name: found.cost[name] + found.last.cost[name] for name in ("rounds", "megabytes")},
         }
