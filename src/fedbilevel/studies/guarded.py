@@ -242,7 +242,7 @@ def _contest(
         for name, rival in plans.items()
         if tuned.names is None or name in tuned.names
     }
-    rivals = {name: run_rival(rival, **options) for name, rival in plans.items()}
+    rivals = {name: run_rival(rival, always=name == tuned.first, **options) for name, rival in plans.items()}
     good = {name: one for name, one in rivals.items() if one.result is not None and one.failed is None}
     if not good:
         raise SettingError(f"the task {task.name()} has no rival that ends well: use solve() instead.")
@@ -254,7 +254,8 @@ def _contest(
     starts = [name for name, one in good.items() if plans[name].start is not None and one.tried]
     first = tuned.first or min(starts, key=lambda name: min(good[name].tried.values()), default=None)
     if first in found and (start := plans[first].start) is not None:
-        fields = start(good[first].chosen, found[first].result)
+        # a network that has learned validation samples by heart would leave nothing to judge by them
+        fields = start(good[first].chosen, good[first].unseen or found[first].result)
         clients = fields.pop("clients", clients)
         problem = dataclasses.replace(problem, **fields)
     runs = _bilevel(task, problem, clients, options) if tuned.bilevel else {}
