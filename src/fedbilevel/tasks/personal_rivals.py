@@ -19,6 +19,7 @@ from torch import Tensor
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.tasks.rival import Rival, Way
+from fedbilevel.tasks.shared_heads import shared_heads
 
 Score = Callable[[Any, Any, Any], Tensor]  # (x, y, batch) -> logits (samples, classes)
 
@@ -107,10 +108,11 @@ def own_heads(
 ) -> Rival:
     """Return FedAvg on the whole network, after which every client fits its own head to the minimum.
 
-    Both runs are on the same samples. A bilevel run may begin at this network.
+    Both runs are on the same samples.
     """
     assert isinstance(heads.x0, Mapping)
     body, head = list(heads.x0), list(heads.y0)
+
     def way(own: Mapping[str, Any], more: float, clients: Sequence[Holdings]) -> Way:
         fit = lambda run: Way(
             dataclasses.replace(_stiffer(heads, more), x0=_some(run.y, body), y0=_some(run.y, head)), clients
@@ -122,7 +124,6 @@ def own_heads(
         "FedAvg, then an exact head of every client's own",
         MappingProxyType({label: way(*plan, clients) for label, plan in plans.items()}),
         None if refitted is None else lambda label: way(*plans[label], refitted),
-        lambda label, run: {"x0": _some(run.x, body), "y0": _mean(run.y, head)},
     )
 
 
@@ -168,10 +169,6 @@ def _stiffer(heads: Problem, more: float) -> Problem:
 
 def _some(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
     return {name: values[name].detach().cpu().clone() for name in names}
-
-
-def _mean(heads: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> dict[str, Tensor]:
-    return {name: torch.stack([one[name].detach().cpu() for one in heads]).mean(0) for name in names}
 
 
 def network_rivals(
@@ -237,11 +234,11 @@ def network_rivals(
         found["fedrep"] = tuned("FedRep, own last layer", heads, clients, "fedrep", both, again)
         found["fedbabu"] = tuned("FedBABU, last layer tuned at the end", heads, clients, "fedbabu", longer, again)
         found["own_head"] = own_heads(shared, heads, clients, plain, again)
-        body, head = list(heads.x0), list(heads.y0)
+        begun = lambda label, run: shared_heads(shared, clients, run.x, run.y)
         starts = {
-            "prior_standardised": lambda label, run: near_shared(adjusted, data["both"][0], head, run.y),
-            "ditto": lambda label, run: near_shared(shared, clients, [*body, *head], _mean(run.y, [*body, *head])),
-            "fedrep": lambda label, run: {"x0": _some(run.x, body), "y0": _mean(run.y, head)},
+            "own_head": begun,
+            "fedrep": begun,
+            "prior_standardised": lambda label, run: near_shared(adjusted, data["both"][0], list(heads.y0), run.y),
         }
         found |= {name: found[name]._replace(start=start) for name, start in starts.items()}
     return MappingProxyType(found)
