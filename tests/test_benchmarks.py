@@ -749,3 +749,18 @@ def test_jobs_of_worth_resume_and_keep_results_at_the_time_limit(tmp_path, capsy
     assert worth_jobs.run(plain, tmp_path, processes=1, limit=300) == []  # all are done
     assert worth_jobs.run(jobs, tmp_path, processes=1, limit=0.0) == []
     assert "the time is up: 4 jobs are left" in capsys.readouterr().out
+
+
+def test_rows_of_worth_wait_for_the_run_that_computes_them():
+    from benchmarks import worth_jobs
+
+    jobs = worth_jobs.read("worth").jobs(panels=["personalisation-digits", "influence-digits"], repetitions=2)
+    waits = {job.key: worth_jobs.leader(job, jobs) for job in jobs}
+    for r in (0, 1):
+        first = f"personalisation-digits--guarded--{r}"
+        expected = dict.fromkeys(("guarded", "self-tuned", "fine-tuned"), None)
+        expected |= dict.fromkeys(("blended", "started", "own-head", "ditto", "fedrep"), first)
+        assert {row: waits[f"personalisation-digits--{row}--{r}"] for row in expected} == expected
+        assert waits[f"influence-digits--own-loss--{r}"] == f"influence-digits--self-tuned--{r}"
+    order = [job.panel for job in worth_jobs.ordered(jobs, ["personalisation-digits", "influence-digits"])]
+    assert order == sorted(order, reverse=True)  # all repetitions of a panel before the next
