@@ -4,7 +4,9 @@
 
 A job is one repetition of one row of one panel. Jobs with a result are skipped, so the same command
 resumes; jobs that run when the time is up are ended without a result. All rows of a repetition come
-before the next repetition, those that take longest first. A job that raises is reported at the end.
+before the next repetition, those that take longest first; with --by-panel, all repetitions of a panel
+come before the next panel, in the given order. A row that another row computes along with its own
+(studies/together.py) waits for it. A job that raises is reported at the end.
 Afterwards, `fedbilevel reproduce worth --out runs/worth --repetitions N --record` reads the results.
 With --tune the jobs are the trials of [tune]; afterwards, `fedbilevel tune NAME --out FOLDER` reads them.
 
@@ -22,15 +24,17 @@ import argparse
 import json
 import multiprocessing
 import os
+import queue
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedbilevel.errors import ExperimentError, FedBilevelError
 from fedbilevel.runs.record import write_whole
 from fedbilevel.studies.experiment import Experiment, Job, read
 from fedbilevel.studies.reproduce import reproduce, results
+from fedbilevel.studies.together import CHOICES
 from fedbilevel.studies.tune import independent_jobs
 
 _LONG = (  # rows that take longest
@@ -51,10 +55,25 @@ class Outcome(NamedTuple):
     error: str
 
 
-def ordered(jobs: Sequence[Job]) -> list[Job]:
-    """Return jobs by repetition, long ones first."""
+def ordered(jobs: Sequence[Job], panels: Sequence[str] = ()) -> list[Job]:
+    """Return jobs by repetition, long ones first; with panels, in their order before all else."""
     rank = {row: place for place, row in enumerate(_LONG)}
-    return sorted(jobs, key=lambda job: (job.repetition, rank.get(job.row, len(_LONG))))
+    place = {panel: number for number, panel in enumerate(panels)}
+    return sorted(jobs, key=lambda job: (place.get(job.panel, 0), job.repetition, rank.get(job.row, len(_LONG))))
+
+
+def leader(job: Job, jobs: Sequence[Job]) -> str | None:
+    """Return the key of the job whose run also holds the row of this job."""
+    name = job.settings.get("task", {}).get("name") if job.study == "worth" else None
+    row = "self-tuned" if name == "influence" else "guarded"
+    if name in (None, "data_cleaning") or job.row in (row, "self-tuned"):
+        return None
+    for one in jobs:
+        if (one.panel, one.row, one.repetition) == (job.panel, row, job.repetition):
+            among, method = one.settings.get("rivals"), job.settings["method"]
+            if name == "influence" or among is None or method in (*CHOICES, *among):
+                return one.key
+    return None
 
 
 def listed(text: str, out: Path) -> list[Place]:
@@ -134,23 +153,54 @@ def run(jobs: Sequence[Job], folder: Path, *, processes: int, limit: float, devi
 
 
 def run_places(places: Sequence[Place], *, processes: int, limit: float, device: str = "cpu") -> list[Outcome]:
-    """Run the jobs that have no result in the given order, and return the outcomes until the time limit."""
+    """Run the jobs that have no result, in the given order but for waits, and return the outcomes until the limit."""
     groups, end = equal(places), time.monotonic() + limit
-    left = [(group, device) for group in groups if not share(group)]
+    left = [group for group in groups if not share(group)]
+    leaders, num = _leaders(left), len(left)
+    done = {id(group) for group in groups} - {id(group) for group in left}
     found: list[Outcome] = []
-    print(f"{len(groups) - len(left)} of {len(groups)} jobs are done, {len(left)} are left", flush=True)
+    print(f"{len(groups) - num} of {len(groups)} jobs are done, {num} are left", flush=True)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # read by the processes that start now
+    ended: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:  # leaving the block ends all processes
-        outcomes = pool.imap_unordered(perform, left)
+        running = 0
         try:
-            while len(found) < len(left):
-                one = outcomes.next(timeout=max(0.0, end - time.monotonic()))
+            while len(found) < num:
+                ready = [one for one in left if leaders.get(id(one)) in done | {None}][: processes - running]
+                for group in ready:
+                    left.remove(group)
+                    _submit(pool, group, device, ended)
+                running += len(ready)
+                place, one = ended.get(timeout=max(0.0, end - time.monotonic()))
+                running, done = running - 1, done | {place}  # a job that raised holds nobody up
                 found.append(one)
-                print(f"{len(found)} of {len(left)}: {one.key} {one.seconds:.1f} s {one.error}", flush=True)
-        except multiprocessing.TimeoutError:
-            print(f"the time is up: {len(left) - len(found)} jobs are left", flush=True)
+                print(f"{len(found)} of {num}: {one.key} {one.seconds:.1f} s {one.error}", flush=True)
+        except queue.Empty:
+            print(f"the time is up: {num - len(found)} jobs are left", flush=True)
     return found
+
+
+def _leaders(groups: Sequence[list[Place]]) -> dict[int, int]:
+    """Return, by group, the group whose run also holds its rows."""
+    found: dict[int, int] = {}
+    for group in groups:
+        job, folder = group[0]
+        others = {one[0].job.key: id(one) for one in groups if one[0].folder == folder}
+        key = leader(job, [one[0].job for one in groups if one[0].folder == folder]) if job.study == "worth" else None
+        if key is not None:
+            found[id(group)] = others[key]
+    return found
+
+
+def _submit(pool: Any, group: list[Place], device: str, ended: queue.SimpleQueue[tuple[int, Outcome]]) -> None:
+    place, key = id(group), group[0].job.key
+    pool.apply_async(
+        perform,
+        ((group, device),),
+        callback=lambda one: ended.put((place, one)),
+        error_callback=lambda raised: ended.put((place, Outcome(key, 0.0, repr(raised)))),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -158,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--experiment", default="worth", help="name or file of the experiment")
     parser.add_argument("--panels", default="", help="comma-separated; by default all")
     parser.add_argument("--rows", default="", help="comma-separated; by default all")
+    parser.add_argument("--by-panel", action="store_true", help="all repetitions of a panel before the next panel")
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--tune", action="store_true", help="run the trials of [tune] instead of the rows")
     parser.add_argument("--list", type=Path, default=None, help="file with groups of jobs of several experiments")
@@ -175,7 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if given.tune
             else chosen.jobs(panels=panels, rows=rows, repetitions=given.repetitions)
         )
-        places = [Place(job, given.out) for job in ordered(jobs)]
+        order = panels or list(dict.fromkeys(job.panel for job in jobs)) if given.by_panel else ()
+        places = [Place(job, given.out) for job in ordered(jobs, order)]
     found = run_places(places, processes=given.processes, limit=given.limit, device=given.device)
     for one in found:
         if one.error:

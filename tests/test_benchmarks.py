@@ -809,3 +809,18 @@ def test_a_list_leaves_out_what_the_experiment_records(tmp_path, monkeypatch):
     assert len(rows("aggitd-figure4 - aggitd-tau1 tune")) == 10
     content["tuned"]["shards"]["aggitd-tau1"]["trials"] = 10
     assert rows("aggitd-figure4 - aggitd-tau1 tune") == []
+
+
+def test_rows_of_worth_wait_for_the_run_that_computes_them():
+    from benchmarks import worth_jobs
+
+    jobs = worth_jobs.read("worth").jobs(panels=["personalisation-digits", "influence-digits"], repetitions=2)
+    waits = {job.key: worth_jobs.leader(job, jobs) for job in jobs}
+    for r in (0, 1):
+        first = f"personalisation-digits--guarded--{r}"
+        expected = dict.fromkeys(("guarded", "self-tuned", "fine-tuned"), None)
+        expected |= dict.fromkeys(("blended", "started", "own-head", "ditto", "fedrep"), first)
+        assert {row: waits[f"personalisation-digits--{row}--{r}"] for row in expected} == expected
+        assert waits[f"influence-digits--own-loss--{r}"] == f"influence-digits--self-tuned--{r}"
+    order = [job.panel for job in worth_jobs.ordered(jobs, ["personalisation-digits", "influence-digits"])]
+    assert order == sorted(order, reverse=True)  # all repetitions of a panel before the next

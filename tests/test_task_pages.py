@@ -12,7 +12,7 @@ from benchmarks.few_shot_episodes import PUBLISHED
 from fedbilevel import discovery
 from fedbilevel.studies.experiment import read
 from fedbilevel.studies.verdicts import verdict
-from website import task_pages
+from website import task_pages, worth_table
 
 
 def recorded(values: dict[str, list[float]], panel: str = "imbalance-digits"):
@@ -69,3 +69,35 @@ def test_accuracies_of_few_shot_episodes_are_those_of_the_record():
     for ways, reached in ((5, five), (20, twenty)):
         assert reached > 100 * PUBLISHED[ways]["MAML"]
         assert f"{100 * PUBLISHED[ways]['MAML']:.1f} %" in page
+
+
+def test_the_table_of_worth_pairs_our_answer_with_the_plain_way_that_comes_closest():
+    values = {
+        "guarded": [0.90, 0.92, 0.94], "self-tuned": [0.99, 0.99, 0.99],
+        "plain": [0.80, 0.81, 0.85], "class-balanced": [0.89, 0.90],
+    }  # fmt: skip
+    one = recorded(values)
+    digests = {job.row: job.digest for job in one.jobs(panels=["imbalance-digits"], repetitions=1)}
+    for row, entry in one.content["result"]["imbalance-digits"].items():
+        entry["settings"] = digests[row]
+    lines = worth_table.table(one).splitlines()
+    close, far = (verdict([0.90, 0.92, 0.94][: len(some)], some, lower_is_better=False)
+                  for some in (values["class-balanced"], values["plain"]))  # fmt: skip
+    assert (close.word, far.word) == ("ties", "wins")
+    assert len(lines) == 3
+    assert lines[2].endswith(
+        f"| 0.91 (guarded) | 0.895 (class-balanced weights) | {close.shown()}; of 2 plain ways, "
+        "it beats 1, ties with 1 | 2 |"
+    )
+    page = f"before\n{worth_table.MARKER}\nafter"
+    assert worth_table.filled(page) == f"before\n{worth_table.table()}\nafter"
+    one.content["result"]["imbalance-digits"]["class-balanced"]["settings"] = "changed since"
+    assert "| 0.82 (cross-entropy) |" in worth_table.table(one)
+
+
+def test_of_a_loss_the_closest_plain_way_is_the_lowest():
+    one = recorded({"guarded": [1.0, 1.1], "uniform": [1.4, 1.5], "target": [1.9, 2.0]}, "mixing-chains")
+    digests = {job.row: job.digest for job in one.jobs(panels=["mixing-chains"], repetitions=1)}
+    for row, entry in one.content["result"]["mixing-chains"].items():
+        entry["settings"] = digests[row]
+    assert "| 1.05 (guarded) | 1.45 (sources alike) |" in worth_table.table(one)

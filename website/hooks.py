@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files  # noqa: E402
 
 import fedbilevel  # noqa: E402
 from fedbilevel.aggregation import validity  # noqa: E402
-from website import algorithm_pages, curves, leaderboard, mathematics, protections, task_pages  # noqa: E402
+from website import algorithm_pages, curves, leaderboard, mathematics, protections, task_pages, worth_table  # noqa: E402
 from website.svg import DARK, LIGHT, variables  # noqa: E402
 
 FROM_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "how-to/write-an-algorithm.md"}
@@ -66,7 +66,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     if TABLE in markdown:
         markdown = markdown.replace(TABLE, algorithm_pages.decision_table())
-    markdown = protections.filled(markdown.replace(VALID, validity.table()))
+    markdown = worth_table.filled(protections.filled(markdown.replace(VALID, validity.table())))
     return re.sub(r"(?m)^```(\w+) ([\w.-]+)$", r'```\1 title="\2"', markdown)  # a file that the reader creates
 
 

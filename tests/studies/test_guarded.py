@@ -14,6 +14,7 @@ import fedbilevel as fb
 from fedbilevel.errors import NonFiniteError, SettingError, UnknownNameError
 from fedbilevel.problem.problem import Scopes
 from fedbilevel.runs.solve import solve
+from fedbilevel.studies import contest as contest_module
 from fedbilevel.studies import guarded as guarded_module
 from fedbilevel.tasks.few_shot_episodes import FewShotEpisodes
 from fedbilevel.tasks.quadratic import Quadratic
@@ -55,7 +56,7 @@ class Watched(Regularisation):
 
 def test_samples_are_judged_by_runs_that_did_not_see_them():
     Watched.seen.clear()
-    found = fb.guarded(Watched(**SMALL), num_rounds=20, seed=3, blend=False)
+    found = fb.guarded(Watched(**SMALL), num_rounds=20, seed=3, num_folds=4, blend=False)
     whole = Regularisation(**SMALL).build().clients
     first, *folds = Watched.seen
     assert [len(clients[0]["val"]["label"]) for clients in folds] == [12] * 4
@@ -122,8 +123,11 @@ def test_the_bilevel_run_starts_at_the_best_rival():
 def test_rivals_are_tuned_once_and_keep_their_settings_in_every_fold():
     found = fb.guarded(Regularisation(**SMALL), num_rounds=10, rivals=["l2_grid"])
     assert sorted(found.contenders) == ["bilevel", "l2_grid"]
-    # seven values and a refit, then a refit alone in each of four folds; bilevel run and refit five times
-    assert found.costs["rounds"] == 10 * (8 + 4 + 2 * 5)
+    # seven values and a refit, then the chosen value without and with validation samples in each of two
+    # folds, because bilevel starts at it; bilevel run and refit three times
+    assert found.costs["rounds"] == 10 * (8 + 2 * 2 + 2 * 3)
+    assert found.tuning["l2_grid"]["rounds"] == 80
+    assert found.spent["bilevel"]["rounds"] == 60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,14 +222,14 @@ def test_a_bilevel_run_that_fails_leaves_the_rivals(monkeypatch):
             raise NonFiniteError("client 0 returned NaN.")
         return solve(problem, clients, algorithm, **options)
 
-    monkeypatch.setattr(guarded_module, "solve", failing)
+    monkeypatch.setattr(contest_module, "solve", failing)
     found = fb.guarded(Regularisation(**SMALL), num_rounds=3, num_folds=2, rivals=["l2"])
     assert (found.single, sorted(found.contenders)) == ("l2", ["l2"])
 
 
 def test_what_cannot_be_guarded_is_refused():
     with pytest.raises(SettingError, match="every rival failed in some fold"):
-        guarded_module._chosen({}, {})
+        guarded_module._chosen({}, ({}, {}))
     with pytest.raises(SettingError, match="task is 'regularisation', expected a task with its settings"):
         fb.guarded("regularisation", num_rounds=2)
     with pytest.raises(SettingError, match="quadratic has no rival that ends well: use solve"):

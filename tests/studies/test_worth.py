@@ -45,11 +45,12 @@ def test_a_verdict_is_the_paired_interval(better, word):
     assert (single.word, single.high, single.shown()) == ("ties", math.inf, "ties (+1)")
 
 
-def run(**row):
-    return worth.run(row, repetition=1, folder=Path(), device="cpu", say=lambda _: None)
+@pytest.fixture
+def run(tmp_path):
+    return lambda **row: worth.run(row, repetition=1, folder=tmp_path / "job", device="cpu", say=lambda _: None)
 
 
-def test_rows_are_the_runs_of_the_task():
+def test_rows_are_the_runs_of_the_task(run):
     common = {"task": TASK, "figure": "test_loss", "num_rounds": 12}
     task = fb.tasks.Regularisation(num_train=10, num_val=8, num_test=30).repeated(1)
     alone = fb.solve(*task.build(), "self_tuned", num_rounds=12, seed=1, residuals=False)
@@ -131,7 +132,7 @@ def test_every_row_of_the_experiment_is_a_way_to_solve_its_task():
         assert method in known, job.key
 
 
-def test_self_tuned_from_the_plain_way_is_the_bilevel_answer_beside_its_start():
+def test_self_tuned_from_the_plain_way_is_the_bilevel_answer_beside_its_start(run):
     task = fb.tasks.Regularisation(num_train=10, num_val=8, num_test=30).repeated(1)
     found = run(task=TASK, figure="test_loss", num_rounds=12, method="started").figures
     guarded = fb.guarded(task, num_rounds=12, seed=1, rivals=["l2_grid", "l1_grid"])
@@ -139,7 +140,7 @@ def test_self_tuned_from_the_plain_way_is_the_bilevel_answer_beside_its_start():
     assert found["rounds"] == guarded.costs["rounds"]
 
 
-def test_a_task_names_the_algorithm_that_stands_for_self_tuned():
+def test_a_task_names_the_algorithm_that_stands_for_self_tuned(run):
     small = {"num_episodes": 2, "num_queries": 2, "num_held_out": 3, "num_filters": 3}
     task = fb.tasks.FewShotEpisodes(**small).repeated(1)
     found = run(task={"name": "few_shot_episodes", **small}, figure="test_accuracy", num_rounds=3).figures
@@ -149,7 +150,7 @@ def test_a_task_names_the_algorithm_that_stands_for_self_tuned():
     )
 
 
-def test_influence_is_judged_by_the_order_of_random_samples():
+def test_influence_is_judged_by_the_order_of_random_samples(run):
     task = {"name": "influence", "num_train": 12, "num_val": 20}
     common = {"task": task, "figure": "rank_correlation", "num_rounds": 1, "num_removed": 15}
     found = run(**common).figures
@@ -168,7 +169,7 @@ def test_influence_is_judged_by_the_order_of_random_samples():
         run(**common, method="hgp")
 
 
-def test_cleaning_is_judged_by_the_accuracy_that_a_user_gets():
+def test_cleaning_is_judged_by_the_accuracy_that_a_user_gets(run):
     task = {"name": "data_cleaning", "num_clients": 3, "num_train": 60, "num_clean": 30, "noise": 0.3}
     common = {"task": task, "figure": "test_accuracy", "num_rounds": 1}
     by_study = lambda **row: (

@@ -192,7 +192,9 @@ def test_a_run_may_begin_at_a_shared_network_to_which_clients_add_their_own_part
     assert problem.scopes.lower == "local"
     assert all(bool((leaf == 0).all()) for leaf in problem.y0.values())
     own = {name: torch.as_tensor(leaf) for name, leaf in some_y(problem, 1).items()}
-    x = {**network, "penalty": torch.tensor(-0.7, dtype=torch.float64)}
+    rates = {"head.weight": -0.7, "head.bias": 0.4}
+    x = {**network, **{f"penalty of {name}": torch.tensor(rate, dtype=torch.float64) for name, rate in rates.items()}}
+    assert set(x) == set(problem.x0)
     for client, raw in zip(clients, task.build().clients, strict=True):
         pixels, labels = raw["train"]["image"].astype(float), raw["train"]["label"]
         counts = np.bincount(labels, minlength=10) + 1
@@ -204,11 +206,9 @@ def test_a_run_may_begin_at_a_shared_network_to_which_clients_add_their_own_part
             weight, bias = ((network[name] + added[name]).numpy() for name in ("head.weight", "head.bias"))
             z = hidden @ weight.T + bias + np.log(counts / counts.sum())
             expected = np.log(np.exp(z).sum(1)) - z[np.arange(len(z)), labels]
-            squares = sum(float((leaf**2).sum()) for leaf in added.values())
+            penalty = sum(0.5 * math.exp(rates[name]) * float((leaf**2).sum()) for name, leaf in added.items())
             np.testing.assert_allclose(problem.upper(x, added, batch), expected, rtol=1e-5)
-            np.testing.assert_allclose(
-                problem.lower(x, added, batch), expected + 0.5 * math.exp(-0.7) * squares, rtol=1e-5
-            )
+            np.testing.assert_allclose(problem.lower(x, added, batch), expected + penalty, rtol=1e-5)
             right = problem.statistics["test"](x, added, batch)["test_right"]
             assert right.tolist() == (z.argmax(1) == labels).tolist()
         shared = way.problem.upper({}, network, batch)
@@ -222,7 +222,7 @@ def test_the_guarded_run_takes_the_clients_of_its_start():
     found = fb.guarded(task, num_rounds=2, num_folds=2, rivals=["prior_standardised"])
     bilevel = found.contenders["bilevel"]
     assert "prior" in bilevel.clients[0]["test"]
-    assert "penalty" in bilevel.result.x
+    assert "penalty of head.weight" in bilevel.result.x
 
 
 @pytest.mark.parametrize("task", [REGULARISATION, IMBALANCE, MIXING], ids=lambda task: task.name())

@@ -20,58 +20,30 @@ every client to these samples choose.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from fedbilevel.columns import figures_of
-from fedbilevel.errors import NonFiniteError, ProblemWarning, SettingError, UnknownNameError
+from fedbilevel.errors import SettingError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.draws import Stream
 from fedbilevel.problem.holdings import fields_of
-from fedbilevel.problem.problem import Problem, with_features
+from fedbilevel.problem.problem import with_features
 from fedbilevel.runs.result import Result
-from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
 from fedbilevel.studies import blend as blends
 from fedbilevel.studies.blend import Scores
+from fedbilevel.studies.contest import BILEVEL, COSTS, Contender, Costs, Tuned, contest
 from fedbilevel.studies.gaps import Gap
-from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks.findings import counted
-from fedbilevel.tasks.rival import Way
 from fedbilevel.tasks.task import Built, Task
 
-_COSTS = ("rounds", "megabytes", "seconds")
 _APART = "apart"
-_BILEVEL = "bilevel"  # a refit has a longer name
 _BLEND = "blend"
-
-
-class Contender(NamedTuple):
-    """A possible answer, trained on all samples.
-
-    clients: as the run saw them; a rival may change inputs or add fields.
-    losses: upper losses of validation samples, each from a run that did not see the sample, with
-        classes at the best temperature; or, where the task has a judge, the share of wrong answers
-        of every client.
-    factor: the temperature, as a factor of log-probabilities.
-    """
-
-    problem: Problem
-    clients: Sequence[Holdings]
-    result: Result
-    figures: Mapping[str, float]
-    losses: np.ndarray = np.empty(0)
-    factor: float = 1.0
-
-    @property
-    def held_loss(self) -> float:
-        return float(self.losses.mean())
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -85,7 +57,10 @@ class Guarded:
     difference: mean loss of bilevel minus that of the best rival, on samples that their runs did not
         see.
     error: standard error of the difference, over samples.
-    costs: rounds, megabytes and seconds of all runs.
+    spent: rounds, megabytes, seconds and CPU seconds of all runs by contender; those of refits are
+        bilevel's.
+    tuning: the same of the runs on all samples alone.
+    plain: the answer without a bilevel run; None where there is none.
     weights: weights of the blend by name; empty without a blend.
     figures: those of the answer.
     """
@@ -96,9 +71,16 @@ class Guarded:
     contenders: Mapping[str, Contender]
     difference: float
     error: float
-    costs: Mapping[str, float]
+    spent: Mapping[str, Mapping[str, float]]
+    tuning: Mapping[str, Mapping[str, float]]
     weights: Mapping[str, float]
     figures: Mapping[str, float]
+    plain: Guarded | None = None
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Return rounds, megabytes and seconds of all runs together."""
+        return {name: sum(one[name] for one in self.spent.values()) for name in COSTS}
 
     @property
     def result(self) -> Result:
@@ -108,12 +90,12 @@ class Guarded:
     @property
     def share(self) -> float:
         """Return the weight of bilevel in the answer."""
-        return self.weights.get(_BILEVEL, 0.0) if self.weights else float(self.answer == _BILEVEL)
+        return self.weights.get(BILEVEL, 0.0) if self.weights else float(self.answer == BILEVEL)
 
     @property
     def sentence(self) -> str:
         parts = ", ".join(f"{weight:.0%} {name}" for name, weight in self.weights.items())
-        best, bilevel = self.contenders[self.rival], self.contenders.get(_BILEVEL)
+        best, bilevel = self.contenders[self.rival], self.contenders.get(BILEVEL)
         said = "" if bilevel is None else f"{bilevel.held_loss:.4g} with bilevel and "
         compared = f" (difference {self.difference:+.2g}, standard error {self.error:.2g})" if bilevel else ""
         return (
@@ -129,7 +111,7 @@ def guarded(
     task: Task,
     *,
     num_rounds: int,
-    num_folds: int = 4,
+    num_folds: int = 2,
     rivals: Sequence[str] | None = None,
     blend: bool = True,
     bilevel: bool = True,
@@ -156,22 +138,23 @@ def guarded(
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Regularisation().")
     num_folds = whole_number("num_folds", num_folds, 2)
     built, options = task.build(), {"residuals": False, **options, "num_rounds": num_rounds, "seed": seed}
-    paid = dict.fromkeys(_COSTS, 0.0)
+    paid: Costs = {}
     if task.judge:
-        whole, _ = _contest(task.with_built(built), options, paid, _Tuned(rivals, bilevel=bilevel))
+        whole, _ = contest(task.with_built(built), options, paid, Tuned(rivals, bilevel=bilevel))
         judged = {name: one._replace(losses=_wrong(one, built.clients, task.judge)) for name, one in whole.items()}
-        return _chosen(judged, paid)
+        return _answer(judged, (paid, paid), task, 0)
     folds = [_divided(client, Stream(seed), i, num_folds) for i, client in enumerate(built.clients)]
     if not any(len(next(iter(apart.values()))) for own in folds for _, apart in own):
         raise SettingError("no client has two validation samples, so that none can be left out: give more.")
-    whole, tuned = _contest(task.with_built(built), options, paid, _Tuned(rivals, bilevel=bilevel))
+    whole, tuned = contest(task.with_built(built), options, paid, Tuned(rivals, bilevel=bilevel))
+    tuning = copy.deepcopy(paid)
     num_classes = blends.num_classes(built.clients) if task.classes else 0
     losses: dict[str, list[np.ndarray]] = {}
     scores: dict[str, list[Scores]] = {}
     for k in range(num_folds):
         # samples left out travel as a role that no run reads, so that rivals change their inputs too
         kept = [{**own[k][0], _APART: own[k][1]} for own in folds]
-        found, _ = _contest(task.with_built(Built(built.problem, kept)), options, paid, tuned)
+        found, _ = contest(task.with_built(Built(built.problem, kept)), options, paid, tuned)
         for name, one in found.items():
             if num_classes:
                 scores.setdefault(name, []).append(_scored(one, _APART, num_classes))
@@ -184,22 +167,35 @@ def guarded(
         if len(some) == num_folds and name in whole and np.isfinite(held.scores).all():  # a run may have failed
             factor = blends.factor_of(held)
             final[name] = whole[name]._replace(losses=held.tempered(factor).losses, factor=factor)
-    best = _chosen(final, paid)
-    return _blended(best, task, num_classes) if blend and num_classes else best
+    return _answer(final, (paid, tuning), task, num_classes if blend else 0)
 
 
-def _chosen(final: Mapping[str, Contender], paid: Mapping[str, float]) -> Guarded:
+def _answer(final: Mapping[str, Contender], paid: tuple[Costs, Costs], task: Task, num_classes: int) -> Guarded:
+    """Return the choice among all contenders, and that among the rivals alone.
+
+    num_classes: 0 without a blend.
+    """
+    rivals = {name: one for name, one in final.items() if not name.startswith(BILEVEL)}
+    found = [
+        _blended(best, task, num_classes) if num_classes else best
+        for best in (_chosen(some, paid) for some in ((final, rivals) if len(rivals) < len(final) else (final,)))
+    ]
+    return dataclasses.replace(found[0], plain=found[1]) if len(found) > 1 else found[0]
+
+
+def _chosen(final: Mapping[str, Contender], paid: tuple[Costs, Costs]) -> Guarded:
     """Choose the rival, the refit and the single answer by losses of samples that no run saw."""
-    plain = [name for name in final if not name.startswith(_BILEVEL)]
+    plain = [name for name in final if not name.startswith(BILEVEL)]
     if not plain:
         raise SettingError("every rival failed in some fold, so there is nothing to compare with: use solve() instead.")
     best = min(plain, key=lambda name: final[name].held_loss)
     contenders, answer, difference, error = {name: final[name] for name in plain}, best, 0.0, 0.0
     if learned := [one for name, one in final.items() if name not in plain]:
-        contenders[_BILEVEL] = min(learned, key=lambda one: one.held_loss)
-        difference, error = Gap.of(contenders[_BILEVEL].losses, final[best].losses)
-        answer = _BILEVEL if difference < -error else best
-    return Guarded(answer, answer, best, contenders, difference, error, paid, {}, contenders[answer].figures)
+        contenders[BILEVEL] = min(learned, key=lambda one: one.held_loss)
+        difference, error = Gap.of(contenders[BILEVEL].losses, final[best].losses)
+        answer = BILEVEL if difference < -error else best
+    spent, tuning = ({name: one for name, one in costs.items() if learned or name != BILEVEL} for costs in paid)
+    return Guarded(answer, answer, best, contenders, difference, error, spent, tuning, {}, contenders[answer].figures)
 
 
 def _blended(found: Guarded, task: Task, num_classes: int) -> Guarded:
@@ -215,91 +211,6 @@ def _blended(found: Guarded, task: Task, num_classes: int) -> Guarded:
     shares = dict(zip(contenders, weights, strict=True))
     figures = task.graded(*blends.blended(members, weights))
     return dataclasses.replace(found, answer=_BLEND, weights=shares, figures=figures)
-
-
-class _Tuned(NamedTuple):
-    """What the runs on all samples chose: the rivals and their labels, and the rival to start from.
-
-    bilevel: whether there is a bilevel run.
-    """
-
-    names: Sequence[str] | None = None
-    labels: Mapping[str, str] = MappingProxyType({})
-    first: str | None = None
-    bilevel: bool = True
-
-
-def _contest(
-    task: Task, options: Mapping[str, Any], paid: dict[str, float], tuned: _Tuned
-) -> tuple[dict[str, Contender], _Tuned]:
-    """Run the rivals of a task, then the bilevel run and its refit, and add their costs to `paid`."""
-    (problem, clients), plans = task.build(), dict(task.rivals())
-    for name in tuned.names or ():
-        if name not in plans:
-            raise UnknownNameError(f"rival of {task.name()}", name, plans)
-    plans = {
-        name: rival._replace(ways={label: rival.ways[label]}) if (label := tuned.labels.get(name)) else rival
-        for name, rival in plans.items()
-        if tuned.names is None or name in tuned.names
-    }
-    rivals = {name: run_rival(rival, **options) for name, rival in plans.items()}
-    good = {name: one for name, one in rivals.items() if one.result is not None and one.failed is None}
-    if not good:
-        raise SettingError(f"the task {task.name()} has no rival that ends well: use solve() instead.")
-    found = {
-        name: Contender(one.way.problem, one.way.clients, one.result, one.figures)
-        for name, one in good.items()
-        if one.result is not None
-    }
-    starts = [name for name, one in good.items() if plans[name].start is not None and one.tried]
-    first = tuned.first or min(starts, key=lambda name: min(good[name].tried.values()), default=None)
-    steps: Mapping[str, Any] = {}
-    if first in found and (start := plans[first].start) is not None:
-        fields = start(good[first].chosen, found[first].result)
-        clients, steps = fields.pop("clients", clients), fields.pop("settings", steps)
-        problem = dataclasses.replace(problem, **fields)
-    runs = _bilevel(task, problem, clients, options, steps) if tuned.bilevel else {}
-    for costs in (*(one.costs for one in rivals.values()), *(one.final for _, _, one in runs.values())):
-        for name in _COSTS:
-            paid[name] += float(costs[name])
-    found |= {name: Contender(own, some, one, _figures(one)) for name, (own, some, one) in runs.items()}
-    return found, _Tuned(list(good), {name: one.chosen for name, one in good.items()}, first, tuned.bilevel)
-
-
-def _bilevel(
-    task: Task, problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any], steps: Mapping[str, Any]
-) -> dict[str, tuple[Problem, Sequence[Holdings], Result]]:
-    """Return the bilevel run and its refits, each with its problem and clients."""
-    try:
-        settings = {**task.suggestions(task.automatic), **steps}
-        answer = solve(problem, clients, task.automatic, **options, **settings)
-    except NonFiniteError:
-        return {}  # the rivals still have an answer
-    if answer.stopped == "failed":
-        return {}
-    runs = {_BILEVEL: (problem, clients, answer)}
-    x = _common(answer.x)
-    for label, way in task.refits(problem, clients, x).items() if x is not None else ():
-        runs[f"{_BILEVEL}, {label}"] = way.problem, way.clients, _refitted(way, options)
-    return runs
-
-
-def _refitted(way: Way, options: Mapping[str, Any]) -> Result:
-    """Train y once more, with x as it was learned."""
-    with warnings.catch_warnings():  # validation samples are among the training samples on purpose
-        warnings.simplefilter("ignore", ProblemWarning)
-        return solve(way.problem, way.clients, way.algorithm, **options, **way.settings)
-
-
-def _common(x: Any) -> dict[str, Any] | None:
-    """Return the x of all clients, or None if private blocks differ."""
-    first, *others = [x] if isinstance(x, Mapping) else x
-    same = all(torch.allclose(one[name], leaf) for one in others for name, leaf in first.items())
-    return {name: leaf.detach().cpu().clone() for name, leaf in first.items()} if same else None
-
-
-def _figures(result: Result) -> dict[str, float]:
-    return {name: float(result.final[name]) for name in figures_of(result.final)}
 
 
 def _divided(

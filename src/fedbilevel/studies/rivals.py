@@ -26,6 +26,7 @@ class RivalOutcome:
     way, result: the last run, whose x, y and figures are the answer.
     rows: measurements of the last run; their costs include all runs before it.
     tried: upper loss of every way at its end, by label.
+    unseen: the chosen run on training samples alone; None if the only way was refitted at once.
     failed: why no way has an answer, or None.
     """
 
@@ -35,6 +36,7 @@ class RivalOutcome:
     result: Result | None
     rows: list[dict[str, Any]]
     tried: Mapping[str, float]
+    unseen: Result | None = None
     failed: str | None = None
 
     @property
@@ -49,30 +51,35 @@ class RivalOutcome:
         return {name: float(last.get(name, 0)) for name in ("rounds", "megabytes", "seconds")}
 
 
-def run_rival(rival: Rival, *, num_rounds: int, callbacks: tuple[Callback, ...] = (), **options: Any) -> RivalOutcome:
+def run_rival(
+    rival: Rival, *, num_rounds: int, callbacks: tuple[Callback, ...] = (), always: bool = False, **options: Any
+) -> RivalOutcome:
     """Run every way for `num_rounds`, choose the lowest upper loss, and refit if the rival does.
 
+    always: run a single way too, although there is no choice, so that `unseen` is there.
     options: further keywords of `solve`, such as seed, batch_size and cohort.
     """
     if not rival.ways:
         raise ProblemError(f"the rival {rival.title!r} has no way: give at least one run.")
-    ways = rival.ways if rival.refit is None or len(rival.ways) > 1 else {}  # a single way needs no choice
+    ways = rival.ways if rival.refit is None or len(rival.ways) > 1 or always else {}  # a single way needs no choice
     found: dict[str, list[tuple[Way, Result | str]]] = {}
     for label, way in ways.items():
         found[label] = _runs(way, callbacks, num_rounds, options, short=rival.refit is not None)
     tried = {label: _loss(runs[-1][1]) for label, runs in found.items()}
     chosen = min(tried, key=tried.__getitem__) if tried else next(iter(rival.ways))
+    unseen = found[chosen][-1][1] if chosen in found else None
     if rival.refit is not None:
         runs = _runs(rival.refit(chosen), callbacks, num_rounds, options, short=False)
     else:
         runs = found.pop(chosen)
     *first, (last, answer) = runs
     before = [one for own in (first, *found.values()) for _, one in own if isinstance(one, Result)]
+    apart = unseen if isinstance(unseen, Result) and rival.refit is not None else None
     if isinstance(answer, str):
-        return RivalOutcome(rival.title, chosen, last, None, [], tried, answer)
+        return RivalOutcome(rival.title, chosen, last, None, [], tried, apart, answer)
     failed = answer.ending.why if answer.stopped == "failed" else None
     rows = [*answer.rows[:-1], answer.final]
-    return RivalOutcome(rival.title, chosen, last, answer, [_paid(row, before) for row in rows], tried, failed)
+    return RivalOutcome(rival.title, chosen, last, answer, [_paid(row, before) for row in rows], tried, apart, failed)
 
 
 def _runs(

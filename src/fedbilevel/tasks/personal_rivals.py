@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,13 +19,15 @@ from torch import Tensor
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.tasks.rival import Rival, Way
+from fedbilevel.tasks.shared_heads import shared_heads
 
 Score = Callable[[Any, Any, Any], Tensor]  # (x, y, batch) -> logits (samples, classes)
 
 _STEPS = (0.1, 0.3, 1.0, 3.0)  # of rivals with a second setting of two values
 _FINE = (0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 _MORE = (0.0, 0.03)  # added to the l2 of own heads
-_PENALTY = "penalty"  # log of the weight by which own parts of the last layer are small
+_PENALTY = "penalty of "  # a layer: log of the weight by which its own parts are small
+_NEAR = 0.1  # this weight at the start of a bilevel run
 
 
 def answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
@@ -105,15 +108,14 @@ def own_heads(
 ) -> Rival:
     """Return FedAvg on the whole network, after which every client fits its own head to the minimum.
 
-    Both runs are on the same samples. A bilevel run may begin at this network.
+    Both runs are on the same samples.
     """
     assert isinstance(heads.x0, Mapping)
     body, head = list(heads.x0), list(heads.y0)
-    some = lambda y, names: {name: y[name].detach().cpu().clone() for name in names}
 
     def way(own: Mapping[str, Any], more: float, clients: Sequence[Holdings]) -> Way:
         fit = lambda run: Way(
-            dataclasses.replace(_stiffer(heads, more), x0=some(run.y, body), y0=some(run.y, head)), clients
+            dataclasses.replace(_stiffer(heads, more), x0=_some(run.y, body), y0=_some(run.y, head)), clients
         )
         return Way(shared, clients, "fedavg", MappingProxyType(dict(own)), fit)
 
@@ -122,36 +124,38 @@ def own_heads(
         "FedAvg, then an exact head of every client's own",
         MappingProxyType({label: way(*plan, clients) for label, plan in plans.items()}),
         None if refitted is None else lambda label: way(*plans[label], refitted),
-        lambda label, run: {"x0": some(run.x, body), "y0": _mean(run.y, head)},
     )
 
 
 def near_shared(
-    adjusted: Problem, clients: Sequence[Holdings], head: Sequence[str], network: Mapping[str, Tensor]
+    plain: Problem, clients: Sequence[Holdings], own: Sequence[str], network: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return where a bilevel run begins at one network of all clients with their own label priors.
+    """Return where a bilevel run begins at one network of all clients.
 
-    x is the whole network and the logarithm of a penalty, y_i what client i adds to the last layer:
+    x is the whole network and, for every layer in `own`, the logarithm of a penalty; y_i is what client
+    i adds to these layers l:
 
-        g_i(x, y_i) = CE(x + y_i; train_i) + exp(x_penalty)/2 |y_i|^2        f_i(x, y_i) = CE(x + y_i; val_i)
+        g_i(x, y_i) = CE(x + y_i; train_i) + sum_l exp(p_l)/2 |y_il|^2        f_i(x, y_i) = CE(x + y_i; val_i)
 
-    At y_i = 0 this is the shared network, so that validation samples decide how far clients leave it.
+    At y_i = 0 this is the shared network, so that validation samples decide how far clients leave it,
+    layer by layer. Fine-tuning and Ditto have one number for this.
 
-    adjusted: the whole network is y. head: names of the last layer.
+    plain: the whole network is y.
     """
     whole = lambda x, y: {name: x[name] + y[name] if name in y else x[name] for name in network}
-    upper = lambda x, y, batch: adjusted.upper({}, whole(x, y), batch)
+    upper = lambda x, y, batch: plain.upper({}, whole(x, y), batch)
+    penalties = {_PENALTY + name: torch.tensor(math.log(_NEAR)) for name in own}
     return {
-        "x0": {**{name: leaf.detach().cpu().clone() for name, leaf in network.items()}, _PENALTY: torch.tensor(0.0)},
-        "y0": {name: torch.zeros_like(network[name], device="cpu") for name in head},
+        "x0": {name: leaf.detach().cpu().clone() for name, leaf in network.items()} | penalties,
+        "y0": {name: torch.zeros_like(network[name], device="cpu") for name in own},
         "upper": upper,
         "lower": lambda x, y, batch: (
-            upper(x, y, batch) + 0.5 * x[_PENALTY].exp() * sum((leaf**2).sum() for leaf in y.values())
+            upper(x, y, batch) + 0.5 * sum(x[_PENALTY + name].exp() * (leaf**2).sum() for name, leaf in y.items())
         ),
         "features": None,
         "statistics": {
             role: lambda x, y, batch, count=count: count({}, whole(x, y), batch)
-            for role, count in adjusted.statistics.items()
+            for role, count in plain.statistics.items()
         },
         "clients": clients,
     }
@@ -163,8 +167,8 @@ def _stiffer(heads: Problem, more: float) -> Problem:
     return dataclasses.replace(heads, lower=lower) if more else heads
 
 
-def _mean(heads: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> dict[str, Tensor]:
-    return {name: torch.stack([one[name].detach().cpu() for one in heads]).mean(0) for name in names}
+def _some(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    return {name: values[name].detach().cpu().clone() for name in names}
 
 
 def network_rivals(
@@ -230,7 +234,11 @@ def network_rivals(
         found["fedrep"] = tuned("FedRep, own last layer", heads, clients, "fedrep", both, again)
         found["fedbabu"] = tuned("FedBABU, last layer tuned at the end", heads, clients, "fedbabu", longer, again)
         found["own_head"] = own_heads(shared, heads, clients, plain, again)
-        found["prior_standardised"] = found["prior_standardised"]._replace(
-            start=lambda label, run: near_shared(adjusted, data["both"][0], list(heads.y0), run.y)
-        )
+        begun = lambda label, run: shared_heads(shared, clients, run.x, run.y)
+        starts = {
+            "own_head": begun,
+            "fedrep": begun,
+            "prior_standardised": lambda label, run: near_shared(adjusted, data["both"][0], list(heads.y0), run.y),
+        }
+        found |= {name: found[name]._replace(start=start) for name, start in starts.items()}
     return MappingProxyType(found)

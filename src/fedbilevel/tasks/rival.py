@@ -40,10 +40,10 @@ class Rival(NamedTuple):
         measure, is chosen.
     refit: returns, for the label of the chosen run, a last run on training and validation samples
         together; None: the chosen run is the answer.
-    start: returns, for the chosen label and the result of the answer, fields of the task's problem that
-        make a bilevel run begin at this rival, such as x0 and y0, and `clients` where the rival
-        changes them, and `settings` where the suggested ones do not suit; None: the x0 and y0 of
-        the task.
+    start: returns, for the chosen label and the result on training samples (of the answer, where there
+        is no other), fields of the task's problem that make a bilevel run begin at this rival, such as
+        x0 and y0, `clients` where they change, `settings` where the suggested ones do not suit, and
+        `refits` where those of the task do not suit; None: the x0 and y0 of the task.
     """
 
     title: str

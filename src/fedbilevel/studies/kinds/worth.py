@@ -4,10 +4,9 @@ task        {name, settings}; repetition r uses the task's own `repeated(r)`
 figure      the task's figure by which rows are judged
 num_rounds  rounds of self_tuned, and of every single run of a rival
 method      "self_tuned" (by default), the name of a rival of the task, "guarded" (studies/guarded.py), or
-            "started": the bilevel answer of `guarded` beside the rivals at which it can start, so that
-            samples apart decide whether y is refitted; or "blended": the rivals of `guarded` without
-            the bilevel answer
-rivals      names of the rivals that take part in "guarded" and "blended"; all by default
+            "started": the bilevel answer of `guarded`, with the costs of the rivals at which it can
+            start; or "blended": the choice of `guarded` without the bilevel answer
+rivals      names of the rivals that take part in "guarded", "started" and "blended"; all by default
 options     fraction, batch_size, sampling, ... (runs/options.py)
 
 Two tasks have functions of their own, which stand for self_tuned:
@@ -17,6 +16,9 @@ data_cleaning   `clean_labels` as it is, with its guard. Another method is the d
                 `pooled` are their settings; num_rounds has no effect.
 influence       conjugate gradients, or a plain score (studies/influence/plain.py). The figure is the
                 rank correlation with retraining without each of `num_removed` random samples.
+
+"guarded", "started", "blended" and the rivals that take part come from one run (studies/together.py), and
+so do all scores of influence: the first of these rows computes all, the others read the folder of results.
 
 Figures: figure; rounds, megabytes and cpu_seconds over all runs, those that tune a rival included;
 of the guarded choice also bilevel, the weight of the bilevel answer, 0 or 1 without a blend; of cleaning also f1.
@@ -33,12 +35,12 @@ from fedbilevel.errors import ExperimentError, UnknownNameError
 from fedbilevel.runs.options import keywords, torch_device
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies import given
-from fedbilevel.studies.guarded import guarded
-from fedbilevel.studies.influence.orders import order
+from fedbilevel.studies.influence.orders import orders
 from fedbilevel.studies.influence.plain import NAMES
 from fedbilevel.studies.kinds import cleaning
 from fedbilevel.studies.outcome import RowOutcome
 from fedbilevel.studies.rivals import run_rival
+from fedbilevel.studies.together import CHOICES, address, choices, kept, known
 from fedbilevel.tasks.task import Task
 
 KNOWN = {
@@ -63,43 +65,45 @@ def run(
     method = _OURS.get(str(name), method) if method == "self_tuned" else method
     say(f"{name} by {method}")
     last: Mapping[str, float]
+    shared = folder.parent / "together"  # runs that hold several rows
     if name == "data_cleaning":
         last = _cleaned(row, method, repetition=repetition, folder=folder, device=device, say=say)
     elif name == "influence":
-        last = _ordered(row, method, repetition, device)
+        last = _ordered(row, method, repetition, device, shared)
     else:
-        last = _solved(row, given.task(row["task"]).repeated(repetition), method, repetition, device)
+        last = _solved(row, given.task(row["task"]).repeated(repetition), method, repetition, device, shared)
     if last and row["figure"] not in last:
         raise ExperimentError(f"{name} does not measure {row['figure']!r}: name one of {', '.join(last)}.")
     if not last:  # every way of a rival diverged
         return RowOutcome({"diverged": 1.0}, [])
     figures = {"figure": float(last[row["figure"]])}
     figures |= {key: float(last[key]) for key in ("rounds", "megabytes", "bilevel", "f1") if key in last}
-    figures["cpu_seconds"] = time.process_time() - begun
+    figures["cpu_seconds"] = float(last.get("cpu_seconds", time.process_time() - begun))
     return RowOutcome(figures, [figures])
 
 
-def _solved(row: Mapping[str, Any], task: Task, method: str, repetition: int, device: str) -> dict[str, float]:
-    """Return figures and costs of self_tuned, of the guarded choice, or of a rival."""
+def _solved(
+    row: Mapping[str, Any], task: Task, method: str, repetition: int, device: str, shared: Path
+) -> Mapping[str, float]:
+    """Return figures and costs of self_tuned, of a choice, or of a rival.
+
+    shared: folder of guarded runs, which hold the rows of all their contenders.
+    """
     rounds, options = row["num_rounds"], keywords({**row.get("options", {}), "device": device})
     options |= {"seed": options["seed"] + repetition, "measure_every": rounds, "residuals": False}
     if method == "self_tuned":
         built = task.build()
         options |= task.suggestions(task.automatic)
         return solve(built.problem, built.clients, task.automatic, num_rounds=rounds, **options).final
-    if method in ("guarded", "blended"):
-        learned = method == "guarded"
-        found = guarded(task, num_rounds=rounds, rivals=row.get("rivals"), bilevel=learned, **options)
-        return {**found.figures, **found.costs, "bilevel": found.share}
-    rivals = task.rivals()
-    if method == "started":
-        found = guarded(task, num_rounds=rounds, rivals=[name for name in rivals if rivals[name].start], **options)
-        return {**found.contenders["bilevel"].figures, **found.costs}
-    if method not in rivals:
-        raise UnknownNameError(
-            f"method of {task.name()}", method, ["self_tuned", "guarded", "started", "blended", *rivals]
-        )
-    outcome = run_rival(rivals[method], num_rounds=rounds, **options)
+    plans = task.rivals()
+    if method not in (*CHOICES, *plans):
+        raise UnknownNameError(f"method of {task.name()}", method, ["self_tuned", *CHOICES, *plans])
+    place = address(task, num_rounds=rounds, **{name: value for name, value in options.items() if name != "device"})
+    if method in CHOICES:
+        return choices(task, shared, place, rivals=row.get("rivals"), num_rounds=rounds, **options)[method]
+    if method in (rows := known(shared, place)):
+        return rows[method]
+    outcome = run_rival(plans[method], num_rounds=rounds, **options)
     return {**outcome.figures, **outcome.costs} if outcome.figures else {}
 
 
@@ -111,8 +115,14 @@ def _cleaned(row: Mapping[str, Any], method: str, **where: Any) -> dict[str, flo
     return figures if method == _OURS["data_cleaning"] else {**figures, "test_accuracy": figures["cleaned"]}
 
 
-def _ordered(row: Mapping[str, Any], method: str, repetition: int, device: str) -> dict[str, float]:
+def _ordered(row: Mapping[str, Any], method: str, repetition: int, device: str, shared: Path) -> Mapping[str, float]:
     if method != _OURS["influence"] and method not in NAMES:
         raise UnknownNameError("method of influence", method, [_OURS["influence"], *NAMES])
     task, num = given.task(row["task"]).repeated(repetition), row.get("num_removed", 60)
-    return order(task, method, num_removed=num, seed=repetition, device=torch_device(device))._asdict()
+    scores = [_OURS["influence"], *NAMES]
+
+    def compute() -> dict[str, dict[str, float]]:
+        found = orders(task, scores, num_removed=num, seed=repetition, device=torch_device(device))
+        return {score: one._asdict() for score, one in found.items()}
+
+    return kept(shared, address(task, num_removed=num, seed=repetition), scores, compute)[method]

@@ -1,0 +1,73 @@
+"""Rows that come from one guarded run: all contenders, and the choices among them.
+
+`fb.guarded` runs every rival of its list, so that their rows need no runs of their own. A folder keeps
+the figures of each guarded run under an address of what determines it, and rows read them there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.runs.record import make_folder, write_whole
+from fedbilevel.studies.contest import BILEVEL
+from fedbilevel.studies.guarded import Guarded, guarded
+from fedbilevel.tasks.task import Task
+
+CHOICES = ("guarded", "blended", "started")
+Rows = dict[str, dict[str, float]]  # figures and costs by row
+
+
+def address(task: Task, **options: Any) -> str:
+    """Return a short name of everything that determines a guarded run but the list of its rivals."""
+    about = json.dumps([task.name(), task.asdict(), options], sort_keys=True, default=str)
+    return hashlib.blake2b(about.encode(), digest_size=6).hexdigest()
+
+
+def known(folder: Path, place: str) -> Rows:
+    """Return the rows of a run that has ended."""
+    path = folder / f"{place}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def kept(folder: Path, place: str, names: Sequence[str], compute: Callable[[], Rows]) -> Rows:
+    """Return the rows of a run, which runs unless the folder has all these rows."""
+    rows = known(folder, place)
+    if not set(names) <= set(rows):
+        rows = compute()
+        make_folder(folder)
+        write_whole(folder / f"{place}.json", json.dumps(rows).encode())
+    return rows
+
+
+def choices(
+    task: Task, folder: Path, place: str, *, rivals: Sequence[str] | None, num_rounds: int, **options: Any
+) -> Rows:
+    """Return the rows of a guarded run with these rivals."""
+    names = list(task.rivals() if rivals is None else rivals)
+    compute = lambda: rows_of(guarded(task, num_rounds=num_rounds, rivals=names, **options), task)
+    return kept(folder, place, ["guarded", *names], compute)
+
+
+def rows_of(found: Guarded, task: Task) -> Rows:
+    """Return figures and costs of the choices and of every rival."""
+    rows: Rows = {name: {**found.contenders[name].figures, **costs}
+                  for name, costs in found.tuning.items() if name in found.contenders and name != BILEVEL}  # fmt: skip
+    rows["guarded"] = {**found.figures, **total(found.spent.values()), "bilevel": found.share}
+    plain = found.plain or found
+    rows["blended"] = {**plain.figures, **total(plain.spent.values()), "bilevel": 0.0}
+    if BILEVEL in found.contenders:
+        plans = task.rivals()
+        paid = [own for name, own in found.spent.items() if name == BILEVEL or plans[name].start is not None]
+        rows["started"] = {**found.contenders[BILEVEL].figures, **total(paid)}
+    return rows
+
+
+def total(costs: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for one in costs:
+        found |= {name: found.get(name, 0.0) + value for name, value in one.items()}
+    return found
