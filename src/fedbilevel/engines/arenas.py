@@ -44,15 +44,41 @@ class Arena:
     def pack(self) -> None:
         """Put all numbers of the first run into one tensor."""
         whole = torch.cat([torch.zeros(1, dtype=self.dtype), *self._first])
-        self._host = whole.pin_memory() if self.device.type == "cuda" else whole
+        self._hosts: list[Tensor] = []
         self._memory = whole.to(self.device, copy=True)
         self._parts = list(self._memory[1:].split([len(part) for part in self._first]))
 
-    def fill(self, walk: Any) -> None:
+    def fill(self, walk: Any, slot: int = 0) -> None:
+        """Give the device new numbers.
+
+        slot: number of earlier copies that may still be running, each from memory of its own.
+        """
         made = [make(walk).to(self.dtype) for make in self._makers]
         if made:
-            torch.cat(made, out=self._host[1:])
-            self._memory.copy_(self._host, non_blocking=True)
+            while len(self._hosts) <= slot:
+                pinned = self.device.type == "cuda"  # from other memory, a copy would wait
+                self._hosts.append(torch.zeros(len(self._memory), dtype=self.dtype, pin_memory=pinned))
+            torch.cat(made, out=self._hosts[slot][1:])
+            self._memory.copy_(self._hosts[slot], non_blocking=True)
+
+
+class Flags:
+    """A copy of flags to the processor, which waits only when they are read."""
+
+    def __init__(self, flags: Tensor) -> None:
+        self._event = None
+        if not flags.is_cuda:
+            self._copy = flags.clone()
+            return
+        self._copy = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+        self._copy.copy_(flags, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
 
 
 @dataclass

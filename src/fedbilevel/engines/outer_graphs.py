@@ -8,6 +8,11 @@ Nothing is trusted. The first replay, of a later outer iteration than the record
 the usual computation, whose result is used. If both differ by more than rounding, or if recording
 fails, whole outer iterations are refused: `Captures.refused` names the reason, and phases are
 captured one by one.
+
+Where the loop allows it, several outer iterations are launched before the first one is finished
+(`rounds`), so that the device never waits for the processor. A replay is paid for when its values
+are known to be finite; from the first one that is not, the outer iterations are undone and run as
+usual.
 """
 
 from __future__ import annotations
@@ -17,14 +22,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.engines import cuda_graphs
 from fedbilevel.engines.addressed import NotCapturable
-from fedbilevel.engines.arenas import Arena, Setting, Traced, distinct, form, off, reason, shown, unchanged
+from fedbilevel.engines.arenas import Arena, Flags, Setting, Traced, distinct, form, off, reason, shown, unchanged
 from fedbilevel.engines.cuda_graphs import with_steps, without_steps
 from fedbilevel.engines.partly_paid import PartlyPaid
 from fedbilevel.errors import FedBilevelError
@@ -35,7 +40,12 @@ _TIMES = 3  # occurrences after which an outer iteration is recorded
 _PATIENCE = 60  # outer iterations without a replay after which the engine captures phases instead
 _FAILURES = (NotCapturable, RuntimeError, TypeError, ValueError, AttributeError, LookupError, FedBilevelError)
 _MOST = 32  # recorded outer iterations that are kept
+_IN_FLIGHT = 16  # outer iterations that are launched before the first one is looked at
+_SAVED = 2**28  # bytes of clients' rows that are saved for all of them together
 _LARGE = 2**31  # bytes of rows from which computing takes longer than launching, and a graph would double the memory
+
+
+More = Callable[[int, int, int], bool]
 
 
 @dataclass
@@ -48,6 +58,37 @@ class _Graph:
     partly: PartlyPaid
     same: dict[str, int]  # values of the new state that are inputs, by the place of the input
     on_trial: bool = True
+
+    @property
+    def saved_bytes(self) -> int:
+        results = (self.traced.results[label] for _, _, label in self.traced.saved)
+        return sum(rows.numel() * rows.element_size() for rows in results)
+
+
+class _Found(NamedTuple):
+    """An outer iteration as it is known before it runs."""
+
+    basic: Any
+    walk: Any = None
+    keys: tuple[Any, Any] = (None, None)  # with step sizes and without them
+    graph: _Graph | None = None
+
+
+@dataclass
+class _Launched:
+    """A replay that the device may not have finished."""
+
+    graph: _Graph
+    algorithm: Any
+    state: Any
+    given: list[Tensor]  # arrays of the state and of the engine
+    walk: Any
+    before: Any
+    new: Any
+    outputs: dict[int, Tensor]
+    flags: Flags
+    saved: list[tuple[Tensor, Tensor, Tensor]]  # memory, places, and rows before they were written
+    iteration: int
 
 
 class Iterations:
@@ -95,14 +136,21 @@ class Iterations:
         """Begin the outer iteration again."""
         raise NotImplementedError
 
-    def _book(self, script: Any, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> Any:
-        """Repeat the bookkeeping of a recorded outer iteration; return what `_finished` needs."""
+    def _keep(self, script: Any, walk: Any) -> Any:
+        """Note what a launched outer iteration keeps at clients; return what `_finished` needs."""
+
+    def _book(self, script: Any, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        """Repeat the bookkeeping of a recorded outer iteration."""
+        raise NotImplementedError
+
+    def _rounds(self, script: Any) -> int:
+        """Return the rounds of a recorded outer iteration."""
         raise NotImplementedError
 
     def _settle(self, script: Any, results: Mapping[str, Tensor]) -> None:
         """Add to the bookkeeping what only the replay knows."""
 
-    def _finished(self, value: Any, booked: Any) -> Any:
+    def _finished(self, value: Any, kept: Any) -> Any:
         """Return a value of the new state that is no tensor."""
         return value
 
@@ -116,41 +164,85 @@ class Iterations:
     def _stores(self) -> tuple[Any, ...]:
         return self.host.memory, self.host.kept
 
+    def _before(self, graph: _Graph) -> Any:
+        """Return what `_back` needs to begin this outer iteration again."""
+
+    def _back(self, before: Any) -> None:
+        """Return to the values of `_before`."""
+
     # ---- one outer iteration --------------------------------------------------------------------------------------
 
     def round(self, algorithm: Any, state: Any) -> Any:
         """Return the state after this outer iteration."""
+        return self.rounds(lambda iteration: algorithm, state, lambda *_: False)
+
+    def rounds(self, at: Callable[[int], Any], state: Any, more: More) -> Any:
+        """Return the state after this outer iteration, and after the next ones while they may be run at once.
+
+        `fed.iteration` is then the last of them.
+
+        at: algorithm with the step sizes of an outer iteration.
+        more: function of an outer iteration and the rounds before and after it; False ends with it.
+        """
+        fed, launched = self.fed, list[_Launched]()
+        rounds, algorithm = fed.ledger.rounds, at(fed.iteration)
+        while True:
+            found = self._look(algorithm, state)
+            if found is None or found.graph is None or found.graph.on_trial:
+                now, state = fed.iteration, self._landed(launched) if launched else state
+                return state if fed.iteration < now else self._slowly(algorithm, state, found)
+            launched.append(self._launch(found.graph, algorithm, state, found.walk, len(launched)))
+            self._times.update(found.keys)
+            state, before, rounds = launched[-1].new, rounds, rounds + self._rounds(found.graph.traced.script)
+            if not self._has_room(launched) or not more(fed.iteration, before, rounds):
+                return self._landed(launched)
+            algorithm = at(fed.iteration + 1)
+            fed.begin(fed.iteration + 1, algorithm)
+
+    def _has_room(self, launched: list[_Launched]) -> bool:
+        """Return whether one more outer iteration may be launched."""
+        return len(launched) < _IN_FLIGHT and (len(launched) + 1) * launched[-1].graph.saved_bytes <= _SAVED
+
+    def _look(self, algorithm: Any, state: Any) -> _Found | None:
+        """Return what is known about this outer iteration; None: it is refused."""
         if OUTER in self.captures.refused:
-            return algorithm.round(self.fed, state)
+            return None
         try:
             if self._settings is None or self._settings[0] is not algorithm:
                 self._settings = (algorithm, without_steps(algorithm))
             basic = (self._settings[1], form({**state._asdict(), **self._extras()}))
             hash(basic)
         except TypeError as error:
-            return self._refuse(f"its settings or state cannot be compared ({error})", algorithm, state)
+            self.captures.refused[OUTER] = f"its settings or state cannot be compared ({error})"
+            return None
         walked = self._walk(basic) if self.fed.iteration > 1 else None  # the first may be unlike the others
         if walked is None:
-            return self._plainly(algorithm, state, basic)
+            return _Found(basic)
         walk, facts = walked
         key, open_key = (algorithm, basic, facts), (basic, facts)
-        self._times.update((key, open_key))
         graph = self._kept.get(key) or self._kept.get(open_key)
         if graph is not None and graph.traced.moved():
             self._kept = {one: kept for one, kept in self._kept.items() if kept is not graph}  # its rows have moved
             graph = None
+        return _Found(basic, walk, (key, open_key), graph)
+
+    def _slowly(self, algorithm: Any, state: Any, found: _Found | None) -> Any:
+        """Run an outer iteration without a graph or beside one, and record it if it is the third of its kind."""
+        if found is None:
+            return self._refuse(self.captures.refused[OUTER], algorithm, state)
+        if found.walk is None:
+            return self._plainly(algorithm, state, found.basic)
+        key, open_key = found.keys
+        self._times.update(found.keys)
+        if found.graph is not None:
+            return self._tried(found.graph, algorithm, state, found.walk, found.basic)
         moving = self._times[key] < _TIMES <= self._times[open_key] - _TIMES
-        if graph is None and (self._times[key] >= _TIMES or moving) and len(self._kept) < _MOST:
-            try:
-                self._kept[open_key if moving else key] = self._capture(algorithm, state, walk, moving)
+        if (self._times[key] >= _TIMES or moving) and len(self._kept) < _MOST:
+            try:  # the first replay is one of the next outer iterations
+                self._kept[open_key if moving else key] = self._capture(algorithm, state, found.walk, moving)
             except _FAILURES as error:
                 return self._refuse(reason(error), algorithm, state)
-            graph = None  # the first replay is one of the next outer iterations
-        if graph is None:
-            return self._plainly(algorithm, state, basic)
-        if graph.on_trial:
-            return self._tried(graph, algorithm, state, walk, basic)
-        return self._replayed(graph, algorithm, state, walk)
+        return self._plainly(algorithm, state, found.basic)
 
     def _plainly(self, algorithm: Any, state: Any, basic: Any) -> Any:
         """Run as usual, without captured phases: their memory is better used for whole outer iterations."""
@@ -179,58 +271,69 @@ class Iterations:
         finally:
             self.host.captures = self.captures
 
-    def _replay(self, graph: _Graph, algorithm: Any, state: Any, walk: Any) -> None:
-        graph.ints.fill(walk)
-        graph.floats.fill(walk)
-        for buffer, value in zip(graph.inputs, distinct({**state._asdict(), **self._extras()}), strict=True):
-            buffer.copy_(one_row(value))
+    def _replay(self, graph: _Graph, given: list[Tensor], walk: Any, slot: int = 0) -> None:
+        graph.ints.fill(walk, slot)
+        graph.floats.fill(walk, slot)
+        if given:
+            torch._foreach_copy_(graph.inputs, [one_row(value) for value in given])
         graph.replay()
 
-    def _replayed(self, graph: _Graph, algorithm: Any, state: Any, walk: Any) -> Any:
+    def _launch(self, graph: _Graph, algorithm: Any, state: Any, walk: Any, slot: int) -> _Launched:
+        """Start a replay.
+
+        slot: number of replays that may still be running.
+        """
         walk.algorithm = algorithm
-        before = self._before()
-        self._replay(graph, algorithm, state, walk)
-        new, outputs = self._outputs(graph, state)
-        given = dict(enumerate(distinct({**state._asdict(), **self._extras()})))
-        booked = self._book(graph.traced.script, walk, given, outputs)  # while the device computes
-        flags = graph.traced.results["flags"].cpu()
-        graph.partly.pay(flags[1:], lambda where: self._payers(where, walk))
-        self._settle(graph.traced.script, graph.traced.results)
-        if not bool(flags[0]):
-            return self._run_again(graph, algorithm, state, before)
-        self.replayed += 1
-        self._adopt({name: value for name, value in new.items() if name not in state._fields})
-        return type(state)(**{name: self._finished(new[name], booked) for name in state._fields})
+        before, given = self._before(graph), distinct({**state._asdict(), **self._extras()})
+        self._replay(graph, given, walk, slot)
+        results = graph.traced.results
+        saved = [(rows, places.clone(), results[label].clone()) for rows, places, label in graph.traced.saved]
+        values, outputs = self._outputs(graph, given)
+        kept = self._keep(graph.traced.script, walk)
+        new = type(state)(**{name: self._finished(values[name], kept) for name in state._fields})
+        self._adopt({name: value for name, value in values.items() if name not in state._fields})
+        flags, iteration = Flags(results["flags"]), self.fed.iteration
+        return _Launched(graph, algorithm, state, given, walk, before, new, outputs, flags, saved, iteration)
 
-    def _before(self) -> Any:
-        """Return what `_back` needs to begin this outer iteration again."""
+    def _landed(self, launched: list[_Launched]) -> Any:
+        """Pay for replays, and return the state after the last one or after the first that went wrong."""
+        for number, one in enumerate(launched):
+            graph, walk = one.graph, one.walk
+            self._book(graph.traced.script, walk, dict(enumerate(one.given)), one.outputs)  # while the device computes
+            flags = one.flags.read()
+            graph.partly.pay(flags[1:], partial(self._payers, walk))
+            self._settle(graph.traced.script, graph.traced.results)
+            if not bool(flags[0]):
+                return self._run_again(launched[number:])
+            self.replayed += 1
+        return launched[-1].new
 
-    def _back(self, before: Any) -> None:
-        """Return to the values of `_before`."""
-
-    def _run_again(self, graph: _Graph, algorithm: Any, state: Any, before: Any) -> Any:
-        """Run an outer iteration with a non-finite value as usual, which names the client.
+    def _run_again(self, launched: list[_Launched]) -> Any:
+        """Run an outer iteration with a non-finite value as usual, which names the client; undo later ones.
 
         The costs of the replay stay.
         """
-        for rows, places, label in reversed(graph.traced.saved):
-            rows.index_copy_(0, places, graph.traced.results[label])
-        ledger = self.host.ledger
+        for one in reversed(launched):
+            for rows, places, old in reversed(one.saved):
+                rows.index_copy_(0, places, old)
+            self._back(one.before)
+        first, ledger = launched[0], self.host.ledger
         paid = ledger.state_dict()
-        self._back(before)
+        if self.fed.iteration != first.iteration:
+            self.fed.begin(first.iteration, first.algorithm)
         self._rewind()
         try:
             with self._without_captures():
-                return algorithm.round(self.fed, state)
+                return first.algorithm.round(self.fed, first.state)
         finally:
             ledger.load_state_dict(paid)
 
     def _tried(self, graph: _Graph, algorithm: Any, state: Any, walk: Any, basic: Any) -> Any:
         """Run as usual and beside it the first replay; keep the graph if both agree."""
         walk.algorithm, before = algorithm, {**state._asdict(), **self._extras()}
-        copies = [store.copied() for store in self._stores()]
-        self._replay(graph, algorithm, state, walk)
-        got, _ = self._outputs(graph, state)
+        copies, given = [store.copied() for store in self._stores()], distinct(before)
+        self._replay(graph, given, walk)
+        got, _ = self._outputs(graph, given)
         rows = [{name: shelf.rows.clone() for name, shelf in store.copied().items()} for store in self._stores()]
         places = [{name: store.slots(name, torch.arange(store.num_rows)) for name in some}
                   for store, some in zip(self._stores(), rows, strict=True)]  # fmt: skip
@@ -252,10 +355,9 @@ class Iterations:
         graph.on_trial = False
         return new
 
-    def _outputs(self, graph: _Graph, state: Any) -> tuple[dict[str, Any], dict[int, Tensor]]:
+    def _outputs(self, graph: _Graph, given: list[Tensor]) -> tuple[dict[str, Any], dict[int, Tensor]]:
         """Return copies of the new values by name and by number, because the next replay overwrites them."""
         traced, copies = graph.traced, dict[int, Tensor]()
-        given = distinct({**state._asdict(), **self._extras()})
         new: dict[str, Any] = {}
         for name, value in traced.state.items():
             if not isinstance(value, Tensor):
@@ -269,7 +371,7 @@ class Iterations:
             new[name] = copies[id(value)]
         return new, copies
 
-    def _payers(self, where: Any, walk: Any) -> tuple[str, Tensor]:
+    def _payers(self, walk: Any, where: Any) -> tuple[str, Tensor]:
         """Return the phase and the positions of the clients of a charge."""
         raise NotImplementedError
 

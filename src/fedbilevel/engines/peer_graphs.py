@@ -158,7 +158,13 @@ class PeerIterations(Iterations):
         facts = tuple(None if links is None else time % (links.period or 1) for links, time in networks)
         return Walk(fed.iteration, rooms, tuple(networks)), facts
 
-    def _before(self) -> Any:
+    def _has_room(self, launched: Any) -> bool:
+        return False  # the next one needs the clocks of the networks, which a finished one sets
+
+    def _rounds(self, script: Any) -> int:
+        return 0
+
+    def _before(self, graph: Any) -> Any:
         fed = self.fed
         return fed.time, fed.upper_time, fed.push_weights
 
@@ -226,7 +232,7 @@ class PeerIterations(Iterations):
             with self.host.ledger.during(phase):
                 self.host.ledger.charge_edges(results[label].cpu(), floats, num_bytes)
 
-    def _payers(self, where: str, walk: Walk) -> tuple[str, Tensor]:
+    def _payers(self, walk: Walk, where: str) -> tuple[str, Tensor]:
         return where, self.host.data.positions
 
 

@@ -58,8 +58,8 @@ class Book:
         self._fed, self._arrays, self._calls = fed, arrays, calls
         self._phases = list(dict.fromkeys(call.phase for call in calls))
         self._paid: dict[str, Counter[str]] = {phase: Counter() for phase in self._phases}
-        self._rounds = sum(bool(call.up) for call in calls)
-        self._kept = [(name, call.cohort) for call in calls for name in call.kept]
+        self.rounds = sum(bool(call.up) for call in calls)
+        self.keeps = [(name, call.cohort) for call in calls for name in call.kept]
         amounts: list[Counter[str]] = [Counter() for _ in sizes]
         whole: Counter[tuple[str, int, str]] = Counter()  # by phase, cohort and role: evaluations of all samples
 
@@ -119,8 +119,12 @@ class Book:
 
     # ---- a replay -------------------------------------------------------------------------------------------------
 
-    def pay(self, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> dict[str, Kept]:
-        """Charge a replay; return what it keeps at clients.
+    def keep(self, walk: Any) -> dict[str, Kept]:
+        """Return what a replay keeps at clients."""
+        return {name: self._fed._keep(name, walk.cohorts[cohort].places) for name, cohort in self.keeps}
+
+    def pay(self, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        """Charge a replay.
 
         inputs: arrays of the old state by number.
         outputs: arrays of the new state by the id of the recorded tensor.
@@ -130,17 +134,15 @@ class Book:
         numbers = fed.ids.numpy()
         ids = [numbers[one] for one in places]
         ledger.charge_standing(self._standing, ids)
-        ledger.rounds += self._rounds
+        ledger.rounds += self.rounds
         for phase, paid in self._paid.items():
             ledger.add(phase, paid)
         for phase, cohort, own, times in self._whole:
             ledger.add(phase, {"samples": int(own[ids[cohort]].sum()) * times})
         self._send(places, inputs, outputs)
-        later = {name: fed._keep(name, walk.cohorts[cohort].places) for name, cohort in self._kept}
         fed.call += len(self._calls)
         if self._calls:
             fed.num_answers = len(places[self._calls[-1].cohort])
-        return later
 
     def _send(self, places: list[np.ndarray], inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Charge arrays to the clients that lack them, and note that these clients hold them."""

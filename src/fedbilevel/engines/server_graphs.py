@@ -121,13 +121,32 @@ class ServerIterations(Iterations):
             state = algorithm.round(server, type_of(algorithm, fields, given))
         return server.traced(state)
 
-    def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> Any:
-        return script.pay(walk, inputs, outputs)
+    def _before(self, graph: Any) -> Any:
+        fed, traced = self.fed, graph.traced
+        marks = [store.marks() for store in self._stores()] if traced.fixed else []
+        kept = {name: when.clone() for name, when in fed._kept_in.items()} if traced.script.keeps else {}
+        return marks, dict(fed._versions), kept
 
-    def _finished(self, value: Any, booked: Any) -> Any:
-        return booked[value.name] if isinstance(value, Later) else value
+    def _back(self, before: Any) -> None:
+        marks, versions, kept = before
+        for store, own in zip(self._stores(), marks, strict=False):
+            store.unmark(own)
+        self.fed._versions = versions
+        self.fed._kept_in.update(kept)
 
-    def _payers(self, where: tuple[str, int], walk: Walk) -> tuple[str, Tensor]:
+    def _keep(self, script: Any, walk: Walk) -> Any:
+        return script.keep(walk)
+
+    def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        script.pay(walk, inputs, outputs)
+
+    def _rounds(self, script: Any) -> int:
+        return int(script.rounds)
+
+    def _finished(self, value: Any, kept: Any) -> Any:
+        return kept[value.name] if isinstance(value, Later) else value
+
+    def _payers(self, walk: Walk, where: tuple[str, int]) -> tuple[str, Tensor]:
         return where[0], walk.cohorts[where[1]].positions
 
 

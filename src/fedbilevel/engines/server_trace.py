@@ -99,7 +99,8 @@ class TracedServer:
                 self._array(value)
         self._num_given = self._num_arrays
         self._calls: list[Call] = []
-        self._finite: list[Tensor] = []
+        self._sums: list[Tensor] = []  # of values that must be finite
+        self._means: list[Tensor] = []  # of such values
         self._partly: list[tuple[Any, Partly]] = []
         self._saved: list[tuple[Tensor, Tensor, str]] = []
         self._results: dict[str, Tensor] = {}
@@ -200,7 +201,7 @@ class TracedServer:
             if value is None:
                 continue
             rows = value.rows if isinstance(value, Sparse) else value
-            self._finite.append(torch.isfinite(one_row(rows).sum()))
+            self._sums.append(one_row(rows).sum())
             if name in self.fed.kept_names:
                 self.kept.write(**{name: rows})
                 call.kept.append(name)
@@ -209,6 +210,7 @@ class TracedServer:
             floats, places = (value.num_kept, 4) if isinstance(value, Sparse) else (rows.shape[1], 0)
             call.up.append((floats, rows.element_size() + places))
             results[name] = join(rows)
+            self._means.append(results[name])
         return SimpleNamespace(**results)
 
     def _sent(self, value: Any, call: Call) -> Any:
@@ -268,8 +270,10 @@ class TracedServer:
                 if value.device.type != self.host.device.type:
                     raise NotCapturable(f"{name!r} is not on the device")
                 self._results[f"state.{name}"] = value
-        self._finite.append(torch.ones((), dtype=torch.bool, device=self.host.device))
-        finite = torch.stack(self._finite).all()
+                if value.is_floating_point() and not any(value is mean for mean in self._means):
+                    self._sums.append(one_row(value).sum())  # a number that the server has computed
+        self._sums.append(torch.zeros((), dtype=self.host.dtype, device=self.host.device))
+        finite = torch.isfinite(torch.stack([one.to(self.host.dtype) for one in self._sums])).all()
         self._results["flags"] = torch.cat([finite.view(1), *(one.flags for _, one in self._partly)])
         arrays = {key: number for key, (number, _, _) in self._arrays.items()}
         sizes = [len(one.places) for one in self.setting.walk.cohorts]
