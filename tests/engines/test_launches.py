@@ -16,7 +16,7 @@ from fedbilevel.algorithms.adafbio import AdaFBiO
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fednest import FedNest
-from fedbilevel.engines import cuda_graphs, outer_graphs
+from fedbilevel.engines import cuda_graphs, launches, outer_graphs
 from fedbilevel.engines.rounds import reached, refusals, several_rounds
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.engines.server_graphs import ServerIterations
@@ -54,11 +54,11 @@ def hurry(fed, algorithm, *, num_iterations, schedule=None, looks=5, between=lam
     return seen
 
 
-def assert_same_when_hurried(algorithm, built, *, num_iterations=26, schedule=None, **options):
+def assert_same_when_hurried(algorithm, built, *, num_iterations=26, schedule=None, looks=5, **options):
     plain = engine(algorithm, built, captured=False, **options)
     expected = travel(plain, algorithm, num_iterations=num_iterations, schedule=schedule)
     fed = engine(algorithm, built, captured=True, **options)
-    seen = hurry(fed, algorithm, num_iterations=num_iterations, schedule=schedule)
+    seen = hurry(fed, algorithm, num_iterations=num_iterations, schedule=schedule, looks=looks)
     assert refusals(fed) == {}
     assert len(seen) < num_iterations - 4, "outer iterations were launched one by one"
     for iteration, values in seen.items():
@@ -66,6 +66,20 @@ def assert_same_when_hurried(algorithm, built, *, num_iterations=26, schedule=No
     for name, column in plain.ledger.columns.items():
         assert torch.equal(fed.ledger.columns[name], column), name
     assert (fed.ledger.rounds, fed.ledger.phases) == (plain.ledger.rounds, plain.ledger.phases)
+    kept = [value for value in fed._kept_in.items()]
+    assert all(torch.equal(when, plain._kept_in[name]) for name, when in kept)
+    return fed.graphs
+
+
+@pytest.fixture
+def in_pairs(monkeypatch):
+    """Two outer iterations in a row soon become one graph."""
+    for name, value in {"_PAYS": 2, "_SPAN": 2, "_WORK": 2**20}.items():
+        monkeypatch.setattr(outer_graphs, name, value)
+
+
+def pairs(graphs):
+    return [one.longer for one in graphs._kept.values() if one.longer is not None and not one.is_alone]
 
 
 @pytest.mark.slow
@@ -83,20 +97,49 @@ def test_private_x_memory_a_schedule_and_epochs(name, upper, lower):
     assert_same_when_hurried(brief(SERVER[name]), built, schedule=schedule, **given)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(SERVER) - {*HOST, *FRESH}))
+def test_every_algorithm_in_pairs(name, in_pairs):
+    algorithm = brief(SERVER[name])
+    graphs = assert_same_when_hurried(algorithm, clients(), cohort=half(algorithm), batch_size=3, num_iterations=40)
+    assert bool(pairs(graphs)) == (not any(walk_draws(graphs))), name
+
+
+def walk_draws(graphs):
+    """Draws of the server, of which an outer iteration depends."""
+    return [draws for _, draws in graphs._redraws]
+
+
+@pytest.mark.parametrize("name", ["fedbio", "adafbio", "fedbioacc"])
+@pytest.mark.parametrize(("upper", "lower"), [("private", "global"), ("shared", "local")])
+def test_pairs_with_private_x_memory_a_schedule_and_epochs(name, upper, lower, in_pairs):
+    built, schedule = clients(upper=upper, lower=lower), Schedule(power=0.5, offset=1.0)
+    given = {"cohort": Cohort(0.5), "batch_size": 3, "sampling": "epochs"}
+    graphs = assert_same_when_hurried(brief(SERVER[name]), built, schedule=schedule, num_iterations=34, **given)
+    assert [one.span for one in pairs(graphs)] == [2]
+
+
+def test_many_small_outer_iterations_are_one_graph():
+    graphs = assert_same_when_hurried(FedAvg(num_local_steps=1), clients(), batch_size=3, num_iterations=330, looks=80)
+    assert [one.span for one in pairs(graphs)] == [32]
+
+
 def test_as_many_as_rows_can_be_saved_for(monkeypatch):
     algorithm = AdaFBiO()
     for most, saved in ((3, 2**28), (16, 1)):
-        monkeypatch.setattr(outer_graphs, "_IN_FLIGHT", most)
-        monkeypatch.setattr(outer_graphs, "_SAVED", saved)
+        monkeypatch.setattr(launches, "IN_FLIGHT", most)
+        monkeypatch.setattr(launches, "SAVED", saved)
         fed = engine(algorithm, clients(), captured=True, batch_size=3, cohort=Cohort(0.5))
         seen = sorted(hurry(fed, algorithm, num_iterations=30, looks=30))
         ahead = max(later - one for one, later in zip(seen, seen[1:], strict=False))
         assert ahead == (most if saved > 1 else 1)
 
 
+@pytest.mark.parametrize("span", [1, 2])
 @pytest.mark.parametrize("algorithm", [AdaFBiO(), FedBiO(num_local_steps=2), FedNest(num_local_steps=2, num_terms=2)])
-def test_values_that_go_wrong_among_launched_ones_name_client_iteration_and_costs(algorithm):
+def test_values_that_go_wrong_among_launched_ones_name_client_iteration_and_costs(algorithm, span, in_pairs, monkeypatch):
     """Later replays are undone: memory, costs and the error are those of a run that looks at every state."""
+    monkeypatch.setattr(outer_graphs, "_SPAN", span)
     found = []
 
     def spoilt(fed, iteration):
@@ -107,10 +150,12 @@ def test_values_that_go_wrong_among_launched_ones_name_client_iteration_and_cost
         fed = engine(algorithm, clients(), captured=captured, batch_size=3, cohort=Cohort(0.34))
         with pytest.raises(NonFiniteError, match=r"client \d returned a value of") as caught:
             (hurry if captured else travel)(fed, algorithm, num_iterations=90, between=spoilt)
-        found.append((str(caught.value), fed.iteration, fed.host.memory.rows, fed.host.memory.written))
+        memory = fed.host.memory
+        found.append((str(caught.value), fed.iteration, fed.ledger.totals(), memory.rows, memory.written))
     assert fed.graphs.replayed
-    assert found[0][:2] == found[1][:2]
-    torch.testing.assert_close(found[1][2:4], found[0][2:4], rtol=1e-11, atol=1e-12, equal_nan=True)
+    assert bool(pairs(fed.graphs)) == (span == 2 and not isinstance(algorithm, FedNest))
+    assert found[0][:3] == found[1][:3]
+    torch.testing.assert_close(found[1][3:], found[0][3:], rtol=1e-11, atol=1e-12, equal_nan=True)
 
 
 @dataclass(frozen=True, kw_only=True)

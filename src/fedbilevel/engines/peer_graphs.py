@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from fedbilevel.problem.fused_draws import is_cheap
 
 _WEIGHTS = "push_weights"
 _DRAWN = "is_drawn"  # the mark of links that the device draws
+_LONG = 2**31  # work of an outer iteration that needs no longer graph
 _TOGETHER = 16  # steps of a network that are drawn together on a device
 
 
@@ -32,7 +33,7 @@ class Walk:
     iteration: int
     rooms: tuple[Any, ...]
     networks: tuple[Any, ...]  # links, and the number of their next step
-    algorithm: Any = None
+    algorithms: list[Any] = field(default_factory=list)
     made: dict[tuple[int, int], Mixing] = field(default_factory=dict)
 
     def mixing(self, network: int, step: int) -> Mixing:
@@ -161,8 +162,8 @@ class PeerIterations(Iterations):
     def _has_room(self, launched: Any) -> bool:
         return False  # the next one needs the clocks of the networks, which a finished one sets
 
-    def _rounds(self, script: Any) -> int:
-        return 0
+    def _cost(self, script: Any) -> tuple[int, int]:
+        return 0, _LONG
 
     def _before(self, graph: Any) -> Any:
         fed = self.fed
@@ -177,7 +178,7 @@ class PeerIterations(Iterations):
     def _observed(self, algorithm: Any, state: Any, basic: Any) -> Any:
         return algorithm.round(self.fed, state)
 
-    def _trace(self, algorithm: Any, given: Mapping[str, Any], fields: Any, setting: Setting) -> Traced:
+    def _trace(self, movers: Sequence[Any], given: Mapping[str, Any], fields: Any, setting: Setting) -> Traced:
         fed, host, walk = self.fed, self.host, setting.walk
         peers = copy(fed)
         peers.__class__ = type("Traced", (_Traced, type(fed)), {})
@@ -205,7 +206,7 @@ class PeerIterations(Iterations):
                 host.oracle.alone(setting.buys.get(0, ()), frozen=setting.frozen) as asked,
             ):
                 setting.asked[0] = asked
-                state = algorithm.round(peers, algorithm.State(**{name: given[name] for name in fields}))
+                state = movers[0].round(peers, movers[0].State(**{name: given[name] for name in fields}))
             trace["bill"].pay(host, positions)
         finally:
             host.ledger = ledger

@@ -24,10 +24,14 @@ _CELLS = 2**20  # flags of all arrays and clients; with more of them only client
 
 @dataclass
 class Call:
-    """Bookkeeping of one call of a phase."""
+    """Bookkeeping of one call of a phase.
+
+    offset: number of recorded outer iterations before its own.
+    """
 
     phase: str
     cohort: int
+    offset: int = 0
     down: list[tuple[int, int, int]] = field(default_factory=list)  # array, floats, bytes of a float
     up: list[tuple[int, int]] = field(default_factory=list)  # floats, bytes of a float
     kept: list[str] = field(default_factory=list)
@@ -59,7 +63,8 @@ class Book:
         self._phases = list(dict.fromkeys(call.phase for call in calls))
         self._paid: dict[str, Counter[str]] = {phase: Counter() for phase in self._phases}
         self.rounds = sum(bool(call.up) for call in calls)
-        self.keeps = [(name, call.cohort) for call in calls for name in call.kept]
+        self.work = len(calls) + sum(sum(call.bill.calls.values()) for call in calls)
+        self.keeps = [(name, call.cohort, call.offset) for call in calls for name in call.kept]
         amounts: list[Counter[str]] = [Counter() for _ in sizes]
         whole: Counter[tuple[str, int, str]] = Counter()  # by phase, cohort and role: evaluations of all samples
 
@@ -121,7 +126,10 @@ class Book:
 
     def keep(self, walk: Any) -> dict[str, Kept]:
         """Return what a replay keeps at clients."""
-        return {name: self._fed._keep(name, walk.cohorts[cohort].places) for name, cohort in self.keeps}
+        return {
+            name: self._fed._keep(name, walk.cohorts[cohort].places, walk.iteration + offset)
+            for name, cohort, offset in self.keeps
+        }
 
     def pay(self, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Charge a replay.

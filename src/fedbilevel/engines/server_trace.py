@@ -91,7 +91,7 @@ class TracedServer:
         self.num_clients, self.weights, self.num_answers = self.fed.num_clients, self.fed.weights, self.fed.num_answers
         self._number = setting.number(lambda walk: walk.iteration)
         self._draws = iter(setting.walk.draws)
-        self.cohort, self._call = 0, 0
+        self.cohort, self._call, self._offset = 0, 0, 0
         self._arrays: dict[int, tuple[int, Tensor, int]] = {}  # by id: number, array, version
         self._num_arrays = 0
         for value in given.values():
@@ -135,6 +135,16 @@ class TracedServer:
         setting.asked[number] = self._stack.enter_context(
             host.oracle.alone(setting.buys.get(number, ()), frozen=setting.frozen)
         )
+
+    def begin(self, offset: int) -> None:
+        """Begin a later outer iteration of the same capture.
+
+        offset: number of outer iterations before it.
+        """
+        self._stack.close()
+        self.cohort, self._call, self._offset, self.scratch = self.cohort + 1, 0, offset, _Scratch(self)
+        self._number = self.setting.number(lambda walk: walk.iteration + offset)
+        self._open()
 
     # ---- verbs ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +193,7 @@ class TracedServer:
 
     def _called(self, phase: Any, broadcast: Mapping[str, Any], join: Callable[[Tensor], Tensor]) -> SimpleNamespace:
         self._call += 1
-        host, place, call = self.host, self._place, Call(phase.__name__, self.cohort)
+        host, place, call = self.host, self._place, Call(phase.__name__, self.cohort, self._offset)
         self._calls.append(call)
         given = {name: self._sent(value, call) for name, value in broadcast.items()}
         linear = getattr(phase, "__is_linear__", False) and not self.fed.kept_names and join == self._mean
