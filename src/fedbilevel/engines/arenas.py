@@ -45,14 +45,18 @@ class Arena:
         """Put all numbers of the first run into one tensor."""
         whole = torch.cat([torch.zeros(1, dtype=self.dtype), *self._first])
         self._host = whole.pin_memory() if self.device.type == "cuda" else whole
-        self._memory = whole.to(self.device, copy=True)
-        self._parts = list(self._memory[1:].split([len(part) for part in self._first]))
+        self.memory = whole.to(self.device, copy=True)
+        self._parts = list(self.memory[1:].split([len(part) for part in self._first]))
+
+    def drop(self) -> None:
+        """Make no numbers from now on, because no replay reads them."""
+        self._makers.clear()
 
     def fill(self, walk: Any) -> None:
         made = [make(walk).to(self.dtype) for make in self._makers]
         if made:
             torch.cat(made, out=self._host[1:])
-            self._memory.copy_(self._host, non_blocking=True)
+            self.memory.copy_(self._host, non_blocking=True)
 
 
 @dataclass
@@ -60,6 +64,8 @@ class Setting:
     """Where and how an outer iteration is traced.
 
     buys: roles whose features are computed at once for all samples, by cohort.
+    exact: whether features are computed as usual, for the same bits.
+    steady: whether all cohorts of the run are the same, so that their numbers never change.
     asked: numbers of samples that the trace requests, by cohort and role.
     """
 
@@ -68,7 +74,13 @@ class Setting:
     floats: Arena
     buys: Mapping[int, Sequence[str]]
     frozen: bool
+    exact: bool = False
+    steady: bool = False
     asked: dict[int, Mapping[str, int]] = field(default_factory=dict)
+
+    def of_cohort(self, arena: Arena, make: Callable[[Any], Tensor]) -> Tensor:
+        """Return numbers that depend on a cohort alone."""
+        return make(self.walk).to(arena.device, arena.dtype) if self.steady else arena.take(self.walk, make)
 
     def number(self, make: Callable[[Any], Any]) -> Tensor:
         return self.ints.take(self.walk, lambda walk: torch.tensor([make(walk)]))

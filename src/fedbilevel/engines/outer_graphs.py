@@ -31,7 +31,6 @@ from fedbilevel.errors import FedBilevelError
 from fedbilevel.problem.layout import one_row
 
 OUTER = "outer iteration"  # the name of a whole outer iteration in `Captures.refused`
-_TIMES = 3  # occurrences after which an outer iteration is recorded
 _PATIENCE = 60  # outer iterations without a replay after which the engine captures phases instead
 _FAILURES = (NotCapturable, RuntimeError, TypeError, ValueError, AttributeError, LookupError, FedBilevelError)
 _MOST = 32  # recorded outer iterations that are kept
@@ -56,6 +55,11 @@ class Iterations:
     A subclass knows its engine: what an outer iteration depends on (`_walk`), how it is traced, and
     its bookkeeping.
     """
+
+    times = 3  # occurrences after which an outer iteration is recorded
+    near = 1.0  # how far the first replay may be off, in units of what rounding explains
+    exact = False  # whether a replay has the bits of the usual computation
+    steady = False  # whether all cohorts of the run are the same
 
     def __init__(self, fed: Any) -> None:
         self.fed, self.host, self.captures = fed, fed.host, fed.host.captures
@@ -139,8 +143,8 @@ class Iterations:
         if graph is not None and graph.traced.moved():
             self._kept = {one: kept for one, kept in self._kept.items() if kept is not graph}  # its rows have moved
             graph = None
-        moving = self._times[key] < _TIMES <= self._times[open_key] - _TIMES
-        if graph is None and (self._times[key] >= _TIMES or moving) and len(self._kept) < _MOST:
+        moving = self._times[key] < self.times <= self._times[open_key] - self.times
+        if graph is None and (self._times[key] >= self.times or moving) and len(self._kept) < _MOST:
             try:
                 self._kept[open_key if moving else key] = self._capture(algorithm, state, walk, moving)
             except _FAILURES as error:
@@ -246,7 +250,7 @@ class Iterations:
                 if len(own):
                     mine = found[where[name][own].to(found.device)]
                     worst = max(worst, off(mine, store.own(name, own), torch.zeros_like(mine)))
-        if worst > 1:
+        if worst > self.near:
             self.captures.refused[OUTER] = f"a replay differed {worst:.3g} times as much as rounding explains"
             self._kept.clear()
         graph.on_trial = False
@@ -292,7 +296,7 @@ class Iterations:
         def run(buys: Mapping[int, Sequence[str]], *, frozen: bool) -> tuple[Traced, Mapping[int, Any]]:
             ints.begin()
             floats.begin()
-            mover, setting = algorithm, Setting(walk, ints, floats, buys, frozen)
+            mover, setting = algorithm, Setting(walk, ints, floats, buys, frozen, self.exact, self.steady)
             if moving:
                 method, steps = with_steps(algorithm.round, host.device)
                 mover = method.__self__
@@ -307,10 +311,7 @@ class Iterations:
             buys = {place: self._bought(walk, place, wanted) for place, wanted in asked.items()}
             ints.pack()
             floats.pack()
-            for _ in range(2):  # so that every derivative has been measured, traced and, if asked for, compiled
-                run(buys, frozen=False)
-            with cuda_graphs.without_waits(host.device):
-                run(buys, frozen=True)
+            self._rehearse(partial(run, buys))
             kept: list[Traced] = []  # the first one: a recorder without graphs runs it again
 
             def last() -> dict[str, Tensor]:
@@ -318,7 +319,7 @@ class Iterations:
                 kept[:] = kept or [traced]
                 return traced.results
 
-            results, replay = cuda_graphs.recorded(last, host.device)
+            results, replay = self._recorded(last, (ints, floats), lambda: [*inputs, *kept[0].fixed.values()])
             kept[0].results = results
             same = {name: place for name, value in kept[0].state.items() if isinstance(value, Tensor)
                     for place, buffer in enumerate(inputs) if unchanged(value, buffer)}  # fmt: skip
@@ -326,6 +327,26 @@ class Iterations:
         finally:
             for store, copied in zip(self._stores(), copies, strict=True):
                 store.restore(copied)
+
+    def _rehearse(self, run: Callable[..., Any]) -> None:
+        """Run the outer iteration until it can be recorded."""
+        for _ in range(2):  # so that every derivative has been measured, traced and, if asked for, compiled
+            run(frozen=False)
+        with cuda_graphs.without_waits(self.host.device):
+            run(frozen=True)
+
+    def _recorded(
+        self,
+        function: Callable[[], dict[str, Tensor]],
+        arenas: Sequence[Arena],
+        others: Callable[[], Sequence[Tensor]],
+    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """Return the results of a function, and a replay that recomputes them in place.
+
+        arenas: numbers that change between replays.
+        others: returns the other tensors that change.
+        """
+        return cuda_graphs.recorded(function, self.host.device)
 
     def _bought(self, walk: Any, place: int, asked: Mapping[str, int]) -> list[str]:
         """Return roles of which a cohort requests as many features as it has samples."""
