@@ -53,8 +53,8 @@ class Arena:
         self._makers.clear()
 
     def fill(self, walk: Any) -> None:
-        made = [make(walk).to(self.dtype) for make in self._makers]
-        if made:
+        if self._makers:
+            made = [make(walk).to(self.dtype) for make in self._makers]
             torch.cat(made, out=self._host[1:])
             self.memory.copy_(self._host, non_blocking=True)
 

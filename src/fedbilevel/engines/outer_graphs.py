@@ -66,7 +66,8 @@ class Iterations:
         self.replayed = self.usual = 0
         self._times: Counter[Any] = Counter()
         self._kept: dict[Any, _Graph] = {}
-        self._settings: tuple[Any, tuple[Any, ...]] | None = None  # the last algorithm, and its settings without steps
+        self._numbers: dict[Any, int] = {}  # of algorithms, and of their settings without steps
+        self._last_kind: tuple[Any, Any, int, int] | None = None  # the last algorithm and form, and their numbers
         if why := self._excluded():
             self.captures.refused[OUTER] = why
 
@@ -127,34 +128,43 @@ class Iterations:
         if OUTER in self.captures.refused:
             return algorithm.round(self.fed, state)
         try:
-            if self._settings is None or self._settings[0] is not algorithm:
-                self._settings = (algorithm, without_steps(algorithm))
-            basic = (self._settings[1], form({**state._asdict(), **self._extras()}))
-            hash(basic)
+            whole, basic = self._kind(algorithm, state)
         except TypeError as error:
             return self._refuse(f"its settings or state cannot be compared ({error})", algorithm, state)
         walked = self._walk(basic) if self.fed.iteration > 1 else None  # the first may be unlike the others
         if walked is None:
             return self._plainly(algorithm, state, basic)
         walk, facts = walked
-        key, open_key = (algorithm, basic, facts), (basic, facts)
-        self._times.update((key, open_key))
+        key, open_key = (whole, basic, facts), (basic, facts)
         graph = self._kept.get(key) or self._kept.get(open_key)
         if graph is not None and graph.traced.moved():
             self._kept = {one: kept for one, kept in self._kept.items() if kept is not graph}  # its rows have moved
             graph = None
-        moving = self._times[key] < self.times <= self._times[open_key] - self.times
-        if graph is None and (self._times[key] >= self.times or moving) and len(self._kept) < _MOST:
-            try:
-                self._kept[open_key if moving else key] = self._capture(algorithm, state, walk, moving)
-            except _FAILURES as error:
-                return self._refuse(reason(error), algorithm, state)
-            graph = None  # the first replay is one of the next outer iterations
         if graph is None:
-            return self._plainly(algorithm, state, basic)
+            self._times.update((key, open_key))
+            moving = self._times[key] < self.times <= self._times[open_key] - self.times
+            if (self._times[key] >= self.times or moving) and len(self._kept) < _MOST:
+                try:
+                    self._kept[open_key if moving else key] = self._capture(algorithm, state, walk, moving)
+                except _FAILURES as error:
+                    return self._refuse(reason(error), algorithm, state)
+            return self._plainly(algorithm, state, basic)  # the first replay is one of the next outer iterations
         if graph.on_trial:
             return self._tried(graph, algorithm, state, walk, basic)
         return self._replayed(graph, algorithm, state, walk)
+
+    def _kind(self, algorithm: Any, state: Any) -> tuple[int, int]:
+        """Return numbers of what an outer iteration depends on: with its step sizes, and without them.
+
+        The second one depends on the form of the state as well. Numbers are compared faster than settings.
+        """
+        now = form({**state._asdict(), **self._extras()})
+        last = self._last_kind
+        if last is None or last[0] is not algorithm or last[1] != now:
+            number = lambda what: self._numbers.setdefault(what, len(self._numbers))
+            last = algorithm, now, number(algorithm), number((without_steps(algorithm), now))
+            self._last_kind = last
+        return last[2:]
 
     def _plainly(self, algorithm: Any, state: Any, basic: Any) -> Any:
         """Run as usual, without captured phases: their memory is better used for whole outer iterations."""
@@ -183,20 +193,22 @@ class Iterations:
         finally:
             self.host.captures = self.captures
 
-    def _replay(self, graph: _Graph, algorithm: Any, state: Any, walk: Any) -> None:
+    def _given(self, state: Any) -> list[Tensor]:
+        return distinct({**state._asdict(), **self._extras()})
+
+    def _replay(self, graph: _Graph, given: Sequence[Tensor], walk: Any) -> None:
         graph.ints.fill(walk)
         graph.floats.fill(walk)
-        for buffer, value in zip(graph.inputs, distinct({**state._asdict(), **self._extras()}), strict=True):
+        for buffer, value in zip(graph.inputs, given, strict=True):
             buffer.copy_(one_row(value))
         graph.replay()
 
     def _replayed(self, graph: _Graph, algorithm: Any, state: Any, walk: Any) -> Any:
         walk.algorithm = algorithm
-        before = self._before()
-        self._replay(graph, algorithm, state, walk)
-        new, outputs = self._outputs(graph, state)
-        given = dict(enumerate(distinct({**state._asdict(), **self._extras()})))
-        booked = self._book(graph.traced.script, walk, given, outputs)  # while the device computes
+        before, given = self._before(), self._given(state)
+        self._replay(graph, given, walk)
+        new, outputs = self._outputs(graph, given)
+        booked = self._book(graph.traced.script, walk, dict(enumerate(given)), outputs)  # while the device computes
         flags = graph.traced.results["flags"].cpu()
         graph.partly.pay(flags[1:], lambda where: self._payers(where, walk))
         self._settle(graph.traced.script, graph.traced.results)
@@ -233,8 +245,9 @@ class Iterations:
         """Run as usual and beside it the first replay; keep the graph if both agree."""
         walk.algorithm, before = algorithm, {**state._asdict(), **self._extras()}
         copies = [store.copied() for store in self._stores()]
-        self._replay(graph, algorithm, state, walk)
-        got, _ = self._outputs(graph, state)
+        given = self._given(state)
+        self._replay(graph, given, walk)
+        got, _ = self._outputs(graph, given)
         rows = [{name: shelf.rows.clone() for name, shelf in store.copied().items()} for store in self._stores()]
         places = [{name: store.slots(name, torch.arange(store.num_rows)) for name in some}
                   for store, some in zip(self._stores(), rows, strict=True)]  # fmt: skip
@@ -256,10 +269,9 @@ class Iterations:
         graph.on_trial = False
         return new
 
-    def _outputs(self, graph: _Graph, state: Any) -> tuple[dict[str, Any], dict[int, Tensor]]:
+    def _outputs(self, graph: _Graph, given: Sequence[Tensor]) -> tuple[dict[str, Any], dict[int, Tensor]]:
         """Return copies of the new values by name and by number, because the next replay overwrites them."""
         traced, copies = graph.traced, dict[int, Tensor]()
-        given = distinct({**state._asdict(), **self._extras()})
         new: dict[str, Any] = {}
         for name, value in traced.state.items():
             if not isinstance(value, Tensor):
