@@ -16,7 +16,6 @@ from benchmarks.algorithms import suggested
 from benchmarks.clock import Row, Setup, seconds_of
 from fedbilevel import discovery
 from fedbilevel.engines import simulate
-from fedbilevel.engines.outer_graphs import OUTER
 from fedbilevel.engines.rounds import reached, several_rounds
 from fedbilevel.errors import ScopeError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
@@ -26,14 +25,15 @@ from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.task import Built
 
 TITLE = "Wall time against GPU time"
-ABOUT = """One outer iteration on embedded digits with batches of 32 and the settings that the task suggests: server
-algorithms with 20 clients, half of them in a cohort where the algorithm allows it, and HGP between 100 peers. `s` is
-the wall time per outer iteration of a long run between two measurements, finite checks and costs included, `GPU` the
-time in which a kernel ran during such outer iterations (torch.profiler), and their ratio is the aim. `one by one` is
-the wall time if somebody looks at every state. Launches count kernels, copies and graphs that the processor starts.
-`uncaptured` is the wall time without any CUDA graph, and `apart` the relative distance of both trajectories after 12
-outer iterations. `in a graph` is the number of outer iterations that one graph computes, and `replayed` counts those
-that a graph computed. `refused` says why whole outer iterations were not captured."""
+ABOUT = """One outer iteration on embedded digits with batches of 32 and the settings that the task suggests, with a
+tenth of their step sizes, so that hundreds of outer iterations stay finite: server algorithms with 20 clients, half
+of them in a cohort where the algorithm allows it, and HGP between 100 peers. `s` is the wall time per outer iteration
+of a long run between two measurements, finite checks and costs included, `GPU` the time in which a kernel ran during
+such outer iterations (torch.profiler), and their ratio is the aim. `one by one` is the wall time if somebody looks at
+every state. Launches count kernels, copies and graphs that the processor starts. `uncaptured` is the wall time
+without any CUDA graph, and `apart` the relative distance of both trajectories after 12 outer iterations. `in a graph`
+is the number of outer iterations that one graph computes, and `replayed` counts those that a graph computed.
+`refused` says why whole outer iterations were not captured."""
 
 HEADINGS = {
     "busy_seconds": "GPU, s",
@@ -122,7 +122,7 @@ def _cases(setup: Setup) -> Iterator[tuple[str, Callable[[], _Case | None]]]:
 
 
 def _server(name: str, task: HyperRepresentation, forms: list[Built]) -> _Case | None:
-    algorithm = suggested(name, task)
+    algorithm = suggested(name, task).scaled(0.1)
     cohort = Cohort() if algorithm.needs_everyone or algorithm.gathers else Cohort(0.5)
     for number, built in enumerate(forms):
         try:
@@ -136,7 +136,7 @@ def _server(name: str, task: HyperRepresentation, forms: list[Built]) -> _Case |
 
 def _peers(kind: str, num_peers: int) -> _Case:
     task = HyperRepresentation(num_clients=num_peers)
-    algorithm = suggested("hgp", task)
+    algorithm = suggested("hgp", task).scaled(0.1)
     assert isinstance(algorithm, PeerAlgorithm)
     network = Network(kind=kind)  # type: ignore[arg-type]
     return _Case("hgp", f"{num_peers} peers, {kind}", algorithm, task.build(), {"batch_size": 32, "network": network})

@@ -4,6 +4,7 @@ Without a GPU a replay is finished when it is launched. What a GPU would overwri
 replay overwrites here, too: the tensors of a graph, and the numbers that it reads.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines import cuda_graphs, launches, outer_graphs
 from fedbilevel.engines.rounds import reached, refusals, several_rounds
-from fedbilevel.engines.simulation import Simulation
 from fedbilevel.engines.server_graphs import ServerIterations
+from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
 from fedbilevel.federation.algorithm import Cohort, Kept
 from fedbilevel.federation.schedule import Schedule
@@ -131,13 +132,15 @@ def test_as_many_as_rows_can_be_saved_for(monkeypatch):
         monkeypatch.setattr(launches, "SAVED", saved)
         fed = engine(algorithm, clients(), captured=True, batch_size=3, cohort=Cohort(0.5))
         seen = sorted(hurry(fed, algorithm, num_iterations=30, looks=30))
-        ahead = max(later - one for one, later in zip(seen, seen[1:], strict=False))
+        ahead = max(later - one for one, later in itertools.pairwise(seen))
         assert ahead == (most if saved > 1 else 1)
 
 
 @pytest.mark.parametrize("span", [1, 2])
 @pytest.mark.parametrize("algorithm", [AdaFBiO(), FedBiO(num_local_steps=2), FedNest(num_local_steps=2, num_terms=2)])
-def test_values_that_go_wrong_among_launched_ones_name_client_iteration_and_costs(algorithm, span, in_pairs, monkeypatch):
+def test_values_that_go_wrong_among_launched_ones_name_client_iteration_and_costs(
+    algorithm, span, in_pairs, monkeypatch
+):
     """Later replays are undone: memory, costs and the error are those of a run that looks at every state."""
     monkeypatch.setattr(outer_graphs, "_SPAN", span)
     found = []
@@ -180,7 +183,9 @@ def test_a_value_of_the_server_that_is_not_finite_ends_the_run_at_its_outer_iter
     found = []
     for captured in (False, True):
         fed = engine(Growing(), clients(), captured=captured, batch_size=3)
-        with pytest.raises(NonFiniteError, match="the server's 'scale' is not finite after outer iteration 31") as caught:
+        with pytest.raises(
+            NonFiniteError, match="the server's 'scale' is not finite after outer iteration 31"
+        ) as caught:
             hurry(fed, Growing(), num_iterations=60, looks=8)
         found.append((str(caught.value), fed.iteration, fed.ledger.totals()))
     assert fed.graphs.replayed

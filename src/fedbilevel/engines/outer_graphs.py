@@ -17,28 +17,24 @@ their launch: after many replays, several in a row are recorded as one graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedbilevel.engines import cuda_graphs
 from fedbilevel.engines.addressed import NotCapturable
-from fedbilevel.engines.arenas import Arena, Setting, Traced, distinct, form, off, reason, shown, unchanged
-from fedbilevel.engines.cuda_graphs import with_steps, without_steps
-from fedbilevel.engines.launches import Graph, Launched, Launches
-from fedbilevel.engines.partly_paid import PartlyPaid
+from fedbilevel.engines.arenas import distinct, form, off, reason
+from fedbilevel.engines.cuda_graphs import without_steps
+from fedbilevel.engines.launches import Graph, Launched
+from fedbilevel.engines.outer_capture import OuterCapture
 from fedbilevel.errors import FedBilevelError
-from fedbilevel.problem.layout import one_row
 
 OUTER = "outer iteration"  # the name of a whole outer iteration in `Captures.refused`
-_TIMES = 3  # occurrences after which an outer iteration is recorded
 _PATIENCE = 60  # outer iterations without a replay after which the engine captures phases instead
 _FAILURES = (NotCapturable, RuntimeError, TypeError, ValueError, AttributeError, LookupError, FedBilevelError)
 _MOST = 32  # recorded outer iterations that are kept
-_LARGE = 2**31  # bytes of rows from which computing takes longer than launching, and a graph would double the memory
+LONG = 2**31  # work of an outer iteration that needs no longer graph
 _WORK = 128  # calls of phases and derivatives that take a GPU longer than their launch
 _SPAN = 32  # outer iterations in one graph at most
 _PAYS = 8  # a graph of several is recorded after so many times as many replays, which it then saves
@@ -59,19 +55,23 @@ class _Found(NamedTuple):
     graph: Graph | None = None
 
 
-class Iterations(Launches):
+class Iterations(OuterCapture):
     """Outer iterations of one engine, replayed where possible.
 
     A subclass knows its engine: what an outer iteration depends on (`_walk`), how it is traced, and
     its bookkeeping.
     """
 
+    times = 3  # occurrences after which an outer iteration is recorded
+    near = 1.0  # how far the first replay may be off, in units of what rounding explains
+
     def __init__(self, fed: Any) -> None:
         self.fed, self.host, self.captures = fed, fed.host, fed.host.captures
         self.replayed = self.usual = 0
         self._times: Counter[Any] = Counter()
         self._kept: dict[Any, Graph] = {}
-        self._settings: tuple[Any, tuple[Any, ...]] | None = None  # the last algorithm, and its settings without steps
+        self._numbers: dict[Any, int] = {}  # of algorithms, and of their settings without steps
+        self._last_kind: tuple[Any, Any, int, int] | None = None  # the last algorithm and form, and their numbers
         if why := self._excluded():
             self.captures.refused[OUTER] = why
 
@@ -91,15 +91,6 @@ class Iterations(Launches):
     def _joined(self, walks: Sequence[Any]) -> Any:
         """Return what several outer iterations in a row depend on; None: they cannot be recorded together."""
 
-    def _trace(self, movers: Sequence[Any], given: Mapping[str, Any], fields: Sequence[str], setting: Setting) -> Traced:
-        """Run outer iterations on tensors that a replay can change.
-
-        movers: algorithm of each outer iteration.
-        given: the state and the tensors of the engine.
-        fields: names of the state.
-        """
-        raise NotImplementedError
-
     def _observed(self, algorithm: Any, state: Any, basic: Any) -> Any:
         """Run the outer iteration as usual, and learn what `_walk` needs."""
         raise NotImplementedError
@@ -107,17 +98,6 @@ class Iterations(Launches):
     def _cost(self, script: Any) -> tuple[int, int]:
         """Return the rounds of recorded outer iterations, and their calls of phases and derivatives."""
         raise NotImplementedError
-
-    def _positions(self, walk: Any, place: int) -> Tensor:
-        """Return the positions of a cohort."""
-        raise NotImplementedError
-
-    def _rows(self) -> int:
-        """Return how many rows a value of the state becomes at the clients."""
-        return 1
-
-    def _stores(self) -> tuple[Any, ...]:
-        return self.host.memory, self.host.kept
 
     # ---- outer iterations -----------------------------------------------------------------------------------------
 
@@ -146,7 +126,6 @@ class Iterations(Launches):
                     return state
                 return self._slowly(algorithm, state, found, graph, walk)
             launched.append(self._launch(graph, state, walk, len(launched)))
-            self._times.update(found.keys)
             cost, _ = self._cost(graph.traced.script)
             state, rounds = launched[-1].new, rounds + cost
             if not self._has_room(launched) or not more(fed.iteration, rounds - cost // graph.span, rounds):
@@ -159,10 +138,7 @@ class Iterations(Launches):
         if OUTER in self.captures.refused:
             return None
         try:
-            if self._settings is None or self._settings[0] is not algorithm:
-                self._settings = (algorithm, without_steps(algorithm))
-            basic = (self._settings[1], form({**state._asdict(), **self._extras()}))
-            hash(basic)
+            whole, basic = self._kind(algorithm, state)
         except TypeError as error:
             self.captures.refused[OUTER] = f"its settings or state cannot be compared ({error})"
             return None
@@ -171,12 +147,25 @@ class Iterations(Launches):
             return _Found(basic)
         walk, facts = walked
         walk.algorithms = [algorithm]
-        keys = (algorithm, basic, facts), (basic, facts)
+        keys = (whole, basic, facts), (basic, facts)
         graph = self._kept.get(keys[0]) or self._kept.get(keys[1])
         if graph is not None and graph.traced.moved():
             self._kept = {one: kept for one, kept in self._kept.items() if kept is not graph}  # its rows have moved
             graph = None
         return _Found(basic, walk, keys, graph)
+
+    def _kind(self, algorithm: Any, state: Any) -> tuple[int, int]:
+        """Return numbers of what an outer iteration depends on: with its step sizes, and without them.
+
+        The second one depends on the form of the state as well. Numbers are compared faster than settings.
+        """
+        now = form({**state._asdict(), **self._extras()})
+        last = self._last_kind
+        if last is None or last[0] is not algorithm or last[1] != now:
+            number = lambda what: self._numbers.setdefault(what, len(self._numbers))
+            last = algorithm, now, number(algorithm), number((without_steps(algorithm), now))
+            self._last_kind = last
+        return last[2:]
 
     def _several(self, found: Any, state: Any, at: At, more: More, rounds: int) -> tuple[Graph, Any] | None:
         """Return the graph of this outer iteration and the next ones; the last of them has then begun.
@@ -226,8 +215,8 @@ class Iterations(Launches):
         self._times.update(found.keys)
         if graph is not None:
             return self._tried(graph, state, walk, found)
-        moving = self._times[key] < _TIMES <= self._times[open_key] - _TIMES
-        if (self._times[key] >= _TIMES or moving) and len(self._kept) < _MOST:
+        moving = self._times[key] < self.times <= self._times[open_key] - self.times
+        if (self._times[key] >= self.times or moving) and len(self._kept) < _MOST:
             try:  # the first replay is one of the next outer iterations
                 self._kept[open_key if moving else key] = self._capture(state, found.walk, moving)
             except _FAILURES as error:
@@ -282,77 +271,8 @@ class Iterations(Launches):
         graph.on_trial = False
         if graph.span > 1:
             assert found.graph is not None
-            found.graph.is_alone = worst > 1 or form(after) != found.basic[1]
-        elif worst > 1:
+            found.graph.is_alone = worst > self.near or self._kind(walk.algorithms[-1], state)[1] != found.basic
+        elif worst > self.near:
             self.captures.refused[OUTER] = f"a replay differed {worst:.3g} times as much as rounding explains"
             self._kept.clear()
         return state
-
-    # ---- recording ------------------------------------------------------------------------------------------------
-
-    def _capture(self, state: Any, walk: Any, moving: bool) -> Graph:
-        """Record outer iterations; this changes nothing but tensors of their own.
-
-        moving: whether step sizes become tensors.
-        """
-        host, given = self.host, {**state._asdict(), **self._extras()}
-        if sum(value.numel() * value.element_size() for value in distinct(given)) * self._rows() > _LARGE:
-            raise NotCapturable("its rows are so large that launching does not count")
-        ints, floats = Arena(torch.int64, host.device), Arena(torch.float64, host.device)
-        inputs = [one_row(value).clone() for value in distinct(given)]
-        values = shown(given, inputs)
-        copies = [store.copied() for store in self._stores()]
-
-        def run(buys: Mapping[int, Sequence[str]], *, frozen: bool) -> tuple[Traced, Mapping[int, Any]]:
-            ints.begin()
-            floats.begin()
-            setting = Setting(walk, ints, floats, buys, frozen)
-            movers = walk.algorithms
-            if moving:
-                movers = [self._mover(number, setting) for number in range(len(movers))]
-            with torch.no_grad(), self._without_captures():
-                return self._trace(movers, values, state._fields, setting), setting.asked
-
-        try:
-            _, asked = run({}, frozen=False)
-            buys = {place: self._bought(walk, place, wanted) for place, wanted in asked.items()}
-            ints.pack()
-            floats.pack()
-            for _ in range(2):  # so that every derivative has been measured, traced and, if asked for, compiled
-                run(buys, frozen=False)
-            with cuda_graphs.without_waits(host.device):
-                run(buys, frozen=True)
-            kept: list[Traced] = []  # the first one: a recorder without graphs runs it again
-
-            def last() -> dict[str, Tensor]:
-                traced, _ = run(buys, frozen=True)
-                kept[:] = kept or [traced]
-                return traced.results
-
-            results, replay = cuda_graphs.recorded(last, host.device)
-            kept[0].results = results
-            same = {name: place for name, value in kept[0].state.items() if isinstance(value, Tensor)
-                    for place, buffer in enumerate(inputs) if unchanged(value, buffer)}  # fmt: skip
-            partly, span = PartlyPaid(host, kept[0].partly), len(walk.algorithms)
-            return Graph(kept[0], inputs, ints, floats, replay, partly, same, span)
-        finally:
-            for store, copied in zip(self._stores(), copies, strict=True):
-                store.restore(copied)
-
-    def _mover(self, number: int, setting: Setting) -> Any:
-        """Return the algorithm of an outer iteration with step sizes that a replay reads."""
-        method, steps = with_steps(setting.walk.algorithms[number].round, self.host.device)
-        mover = method.__self__
-        for name in steps:
-            step = setting.floats.take(setting.walk, partial(_step, name, number))
-            object.__setattr__(mover, name, step.view(()))  # settings are frozen
-        return mover
-
-    def _bought(self, walk: Any, place: int, asked: Mapping[str, int]) -> list[str]:
-        """Return roles of which a cohort requests as many features as it has samples."""
-        positions, data_of = self._positions(walk, place), self.host.data_of
-        return [role for role, number in asked.items() if number >= int(data_of(role).sizes[role][positions].sum())]
-
-
-def _step(name: str, number: int, walk: Any) -> Tensor:
-    return torch.tensor([getattr(walk.algorithms[number], name)], dtype=torch.float64)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedbilevel.engines.addressed import Addressed, NotCapturable, Partly, Whereabouts
 from fedbilevel.engines.arenas import Setting, Traced
 from fedbilevel.engines.cuda_graphs import addressed, rooms_of
-from fedbilevel.engines.outer_graphs import Iterations
+from fedbilevel.engines.outer_graphs import LONG, Iterations
 from fedbilevel.federation.clients import Bill
 from fedbilevel.federation.ledger import LOCAL
 from fedbilevel.federation.mixing import Mixing
@@ -22,7 +22,6 @@ from fedbilevel.problem.fused_draws import is_cheap
 
 _WEIGHTS = "push_weights"
 _DRAWN = "is_drawn"  # the mark of links that the device draws
-_LONG = 2**31  # work of an outer iteration that needs no longer graph
 _TOGETHER = 16  # steps of a network that are drawn together on a device
 
 
@@ -163,7 +162,7 @@ class PeerIterations(Iterations):
         return False  # the next one needs the clocks of the networks, which a finished one sets
 
     def _cost(self, script: Any) -> tuple[int, int]:
-        return 0, _LONG
+        return 0, LONG
 
     def _before(self, graph: Any) -> Any:
         fed = self.fed

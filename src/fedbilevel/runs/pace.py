@@ -58,7 +58,6 @@ class Pace(NamedTuple):
             iteration = max(iteration + every, further)
         return lambda iteration, before, after: iteration in chosen
 
-
     def unseen(self, due: Due, *, saves: bool) -> Due:
         """Return the function that decides whether a run goes on after an outer iteration without a look at it.
 
@@ -66,11 +65,13 @@ class Pace(NamedTuple):
         saves: whether the run writes checkpoints.
         """
         every = self.checkpoint_every if saves else self.num_iterations + 1
-        return lambda iteration, before, after: not (
-            iteration >= self.num_iterations
-            or iteration % every == 0
-            or self.over(after)
-            or due(iteration, before, after)
+        return lambda iteration, before, after: (
+            not (
+                iteration >= self.num_iterations
+                or iteration % every == 0
+                or self.over(after)
+                or due(iteration, before, after)
+            )
         )
 
 
