@@ -5,6 +5,7 @@ replay overwrites here, too: the tensors of a graph, and the numbers that it rea
 """
 
 import itertools
+import shutil
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,12 +19,13 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines import cuda_graphs, launches, outer_graphs
-from fedbilevel.engines.rounds import reached, refusals, several_rounds
+from fedbilevel.engines.rounds import expect, reached, refusals, several_rounds
 from fedbilevel.engines.server_graphs import ServerIterations
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
 from fedbilevel.federation.algorithm import Cohort, Kept
 from fedbilevel.federation.schedule import Schedule
+from fedbilevel.oracle import evaluation
 from fedbilevel.runs.recovery import check_finite
 from fedbilevel.runs.solve import solve
 from support.numeric.yardstick import brief
@@ -216,3 +218,30 @@ def test_a_run_measures_saves_and_ends_where_it_did(monkeypatch, tmp_path):
             torch.testing.assert_close(got.x, expected.x, rtol=1e-11, atol=1e-12)
             assert got.ledger == expected.ledger
     assert all(fed.graphs.replayed for fed in made)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling derivatives needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
+def test_a_long_run_compiles_its_derivatives_and_a_short_one_does_not():
+    algorithm, built, found = FedBiO(), clients(), {}
+    for left in (0, 10, 10**6):
+        fed = engine(algorithm, built, captured=True, batch_size=3)
+        expect(fed, left)
+        found[left] = hurry(fed, algorithm, num_iterations=20)
+        assert fed.host.oracle.compiles == (left == 10**6)
+        assert refusals(fed) == {}
+        assert fed.graphs.replayed
+    torch.testing.assert_close(found[10**6][20], found[0][20], rtol=1e-10, atol=1e-11)
+
+
+def test_without_a_compiler_a_long_run_goes_on(monkeypatch):
+    def fails(run):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(evaluation, "compiled", fails)
+    fed = engine(FedBiO(), clients(), captured=True, batch_size=3)
+    expect(fed, 10**6)
+    hurry(fed, FedBiO(), num_iterations=12)
+    assert not fed.host.oracle.compiles
+    assert fed.graphs.replayed

@@ -34,7 +34,6 @@ OUTER = "outer iteration"  # the name of a whole outer iteration in `Captures.re
 _PATIENCE = 60  # outer iterations without a replay after which the engine captures phases instead
 _FAILURES = (NotCapturable, RuntimeError, TypeError, ValueError, AttributeError, LookupError, FedBilevelError)
 _MOST = 32  # recorded outer iterations that are kept
-LONG = 2**31  # work of an outer iteration that needs no longer graph
 _WORK = 128  # calls of phases and derivatives that take a GPU longer than their launch
 _SPAN = 32  # outer iterations in one graph at most
 _PAYS = 8  # a graph of several is recorded after so many times as many replays, which it then saves
@@ -93,10 +92,6 @@ class Iterations(OuterCapture):
 
     def _observed(self, algorithm: Any, state: Any, basic: Any) -> Any:
         """Run the outer iteration as usual, and learn what `_walk` needs."""
-        raise NotImplementedError
-
-    def _cost(self, script: Any) -> tuple[int, int]:
-        """Return the rounds of recorded outer iterations, and their calls of phases and derivatives."""
         raise NotImplementedError
 
     # ---- outer iterations -----------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch import Tensor
 from fedbilevel.engines.addressed import Addressed, NotCapturable, Partly, Whereabouts
 from fedbilevel.engines.arenas import Setting, Traced
 from fedbilevel.engines.cuda_graphs import addressed, rooms_of
-from fedbilevel.engines.outer_graphs import LONG, Iterations
+from fedbilevel.engines.outer_capture import LONG
+from fedbilevel.engines.outer_graphs import Iterations
 from fedbilevel.federation.clients import Bill
 from fedbilevel.federation.ledger import LOCAL
 from fedbilevel.federation.mixing import Mixing

@@ -17,7 +17,7 @@ from fedbilevel.engines.addressed import Addressed, Partly, Whereabouts
 from fedbilevel.engines.arenas import Arena, Setting, Traced
 from fedbilevel.engines.flat_plans import planned
 from fedbilevel.engines.launches import Launched
-from fedbilevel.engines.outer_graphs import LONG
+from fedbilevel.engines.outer_capture import LONG
 from fedbilevel.engines.server_graphs import Members, ServerIterations, Walk, type_of
 from fedbilevel.engines.server_trace import TracedServer
 from fedbilevel.federation.clients import Bill, Clients

@@ -32,6 +32,12 @@ def several_rounds(
     return at(iteration).round(fed, state) if graphs is None else graphs.rounds(at, state, more)
 
 
+def expect(fed: Any, num: int) -> None:
+    """Tell an engine how many outer iterations are left, so that it can choose what takes time to prepare."""
+    if getattr(fed, "graphs", None) is not None:
+        fed.graphs.left = num
+
+
 def reached(fed: Any, iteration: int) -> int:
     """Return the outer iteration at which an engine is.
 

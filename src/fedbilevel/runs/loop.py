@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.engine import Engine
-from fedbilevel.engines.rounds import reached, refusals, several_rounds
+from fedbilevel.engines.rounds import expect, reached, refusals, several_rounds
 from fedbilevel.errors import BudgetError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.federation.auto_steps import resolved
@@ -76,6 +76,7 @@ class Loop:
         self.recovery = Recovery(fed, acts=self.recover)
         seconds = self._restore() if resume and self.record is not None else self._start(begin_at)
         self.saved = self.iteration
+        expect(fed, self.pace.num_iterations - self.iteration)
         self._clock = time.perf_counter() - seconds
         if self.iteration == begin_at and not self.rows:
             if first := self.fed.judged(self._measure()):
