@@ -68,7 +68,8 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="WORD",
-        help="large_models: only cases whose name has all of these words, such as 100M or bf16",
+        help="large_models: only cases whose name has all of these words, such as 100M or bf16; growth: only these "
+        "panels, such as clients",
     )
     parser.add_argument("--gigabytes", type=float, default=2.0, help="streaming: size of the file (default 2)")
     parser.add_argument(

@@ -16,28 +16,37 @@ from benchmarks.algorithms import suggested
 from benchmarks.clock import Row, Setup, seconds_of
 from fedbilevel import discovery
 from fedbilevel.engines import simulate
-from fedbilevel.engines.outer_graphs import OUTER
-from fedbilevel.engines.rounds import one_round
+from fedbilevel.engines.rounds import reached, several_rounds
 from fedbilevel.errors import ScopeError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.federation.network import Network
+from fedbilevel.runs.recovery import check_finite
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.task import Built
 
 TITLE = "Wall time against GPU time"
-ABOUT = """One outer iteration on embedded digits with batches of 32 and the settings that the task suggests: server
-algorithms with 20 clients, half of them in a cohort where the algorithm allows it, and HGP between 100 peers. `s` is
-the wall time of an outer iteration as users get it, `GPU` the time in which a kernel ran during the same outer
-iterations (torch.profiler), and their ratio is the aim. Launches count kernels, copies and graphs that the processor
-starts. `uncaptured` is the wall time without any CUDA graph, and `apart` the relative distance of both trajectories
-after the same outer iterations. `refused` says why no whole outer iteration was captured."""
+ABOUT = """One outer iteration on embedded digits with batches of 32 and the settings that the task suggests, with a
+tenth of their step sizes, so that hundreds of outer iterations stay finite: server algorithms with 20 clients, half
+of them in a cohort where the algorithm allows it, and HGP between 100 peers. `s` is the wall time per outer iteration
+of a long run between two measurements, finite checks and costs included, `GPU` the time in which a kernel ran during
+such outer iterations (torch.profiler), and their ratio is the aim. `one by one` is the wall time if somebody looks at
+every state. Launches count kernels, copies and graphs that the processor starts. `uncaptured` is the wall time
+without any CUDA graph, and `apart` the relative distance of both trajectories after 12 outer iterations. `in a graph`
+is the number of outer iterations that one graph computes, and `replayed` counts those that a graph computed.
+`refused` says why whole outer iterations were not captured."""
 
-HEADINGS = {"busy_seconds": "GPU, s", "ratio": "x GPU", "uncaptured_seconds": "uncaptured, s"}
+HEADINGS = {
+    "busy_seconds": "GPU, s",
+    "ratio": "x GPU",
+    "single_seconds": "one by one, s",
+    "uncaptured_seconds": "uncaptured, s",
+}
 AIM = 1.3
-SECONDS = 100.0  # of the whole section
+SECONDS = 150.0  # of the whole section
+_ROW_SECONDS = 3.0  # after this a row ends its preparation and takes fewer figures
 _COMPARED = 12  # outer iterations after which trajectories are compared: replays begin at the sixth
-_ENOUGH, _LONGEST = 4, 60  # replays before timing, and outer iterations that may pass until then
-_TIMED, _PROFILED = 9, 3
+_STRETCH, _WARM = 32, 384  # outer iterations between two measurements, and before timing
+_TIMED, _SINGLES, _UNCAPTURED = 5, 9, 3
 _FIRST = ("fedbioacc", "adafbio", "fbo_aggitd", "fedbio", "fednest")
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 _COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
@@ -66,12 +75,18 @@ class _Running:
         self.fed.begin(0)
         self.state, self.iteration = case.algorithm.init(self.fed), 0
 
-    def advance(self) -> None:
-        self.iteration += 1
-        self.fed.begin(self.iteration)
-        with torch.no_grad():
-            self.state = one_round(self.fed, self.algorithm, self.state)
-        self.fed.check()
+    def advance(self, num: int = 1) -> None:
+        """Run outer iterations, as the loop of a run does between two measurements."""
+        end = self.iteration + num
+        while self.iteration < end:
+            self.fed.begin(self.iteration + 1)
+            with torch.no_grad():
+                self.state = several_rounds(
+                    self.fed, lambda _: self.algorithm, self.state, self.iteration + 1, lambda now, *_: now < end
+                )
+            self.fed.check()
+            self.iteration = reached(self.fed, self.iteration + 1)
+            check_finite(self.fed, self.state, self.iteration)
 
     def points(self) -> Tensor:
         return torch.cat([self.fed.collect(one).flatten().double() for one in (self.state.x, self.state.y)])
@@ -107,7 +122,7 @@ def _cases(setup: Setup) -> Iterator[tuple[str, Callable[[], _Case | None]]]:
 
 
 def _server(name: str, task: HyperRepresentation, forms: list[Built]) -> _Case | None:
-    algorithm = suggested(name, task)
+    algorithm = suggested(name, task).scaled(0.1)
     cohort = Cohort() if algorithm.needs_everyone or algorithm.gathers else Cohort(0.5)
     for number, built in enumerate(forms):
         try:
@@ -121,25 +136,30 @@ def _server(name: str, task: HyperRepresentation, forms: list[Built]) -> _Case |
 
 def _peers(kind: str, num_peers: int) -> _Case:
     task = HyperRepresentation(num_clients=num_peers)
-    algorithm = suggested("hgp", task)
+    algorithm = suggested("hgp", task).scaled(0.1)
     assert isinstance(algorithm, PeerAlgorithm)
     network = Network(kind=kind)  # type: ignore[arg-type]
     return _Case("hgp", f"{num_peers} peers, {kind}", algorithm, task.build(), {"batch_size": 32, "network": network})
 
 
 def _row(case: _Case, setup: Setup) -> Row:
+    end = time.perf_counter() + _ROW_SECONDS
     runs = {captured: _Running(case, setup, captured=captured) for captured in (False, True)}
-    for run in runs.values():
-        for _ in range(_COMPARED):
-            run.advance()
+    for _ in range(_COMPARED - _UNCAPTURED):
+        runs[False].advance()
+    plain = statistics.median(seconds_of(runs[False].advance, setup) for _ in range(_UNCAPTURED))
+    for _ in range(_COMPARED):
+        runs[True].advance()
     expected, got = (runs[captured].points() for captured in (False, True))
     apart = float(torch.linalg.vector_norm(got - expected) / torch.linalg.vector_norm(expected).clamp(min=1e-300))
-    graphs = runs[True].fed.graphs
-    while OUTER not in graphs.captures.refused and graphs.replayed < _ENOUGH and runs[True].iteration < _LONGEST:
-        runs[True].advance()
-    wall = statistics.median(seconds_of(runs[True].advance, setup) for _ in range(_TIMED))
-    plain = statistics.median(seconds_of(runs[False].advance, setup) for _ in range(3))
-    busy, kernels, launches = _profiled(runs[True].advance, setup)
+    run, graphs = runs[True], runs[True].fed.graphs
+    few = 8 if setup.small else _STRETCH
+    while run.iteration < (24 if setup.small else _WARM) and time.perf_counter() < end:
+        run.advance(few)
+    wall = statistics.median(seconds_of(partial(run.advance, few), setup) / few for _ in range(_TIMED))
+    single = statistics.median(seconds_of(run.advance, setup) for _ in range(_SINGLES))
+    busy, kernels, launches = _profiled(partial(run.advance, few), few, setup)
+    spans = [one.longer.span for one in graphs._kept.values() if one.longer is not None and not one.is_alone]
     return {
         "name": case.name,
         "what": case.what,
@@ -147,22 +167,25 @@ def _row(case: _Case, setup: Setup) -> Row:
         "busy_seconds": busy,
         "ratio": wall / busy if busy else None,
         "aim": AIM,
+        "single_seconds": single,
         "kernels": kernels,
         "launches": launches,
         "uncaptured_seconds": plain,
         "apart": f"{apart:.1e}",
-        "replayed": f"{graphs.replayed} of {runs[True].iteration}",
+        "in_a_graph": max(spans, default=1 if graphs._kept else 0),
+        "replayed": f"{graphs.replayed} of {run.iteration}",
         "refused": "; ".join(f"{name}: {why}" for name, why in graphs.captures.refused.items())[:300],
     }
 
 
-def _profiled(call: Callable[[], None], setup: Setup) -> tuple[float, int, int]:
-    """Seconds in which the GPU computes, kernels and launches of one call."""
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+def _profiled(call: Callable[[], None], num: int, setup: Setup) -> tuple[float, int, int]:
+    """Seconds in which the GPU computes, kernels and launches of an outer iteration.
+
+    num: outer iterations of one call.
+    """
     torch.cuda.synchronize(setup.device)
-    with torch.profiler.profile(activities=kinds) as profile:
-        for _ in range(_PROFILED):
-            call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
         torch.cuda.synchronize(setup.device)
     events: Any = profile.profiler.kineto_results.events()
     there = [one for one in events if one.device_type().name == "CUDA" and one.duration_ns() > 0]
@@ -172,4 +195,4 @@ def _profiled(call: Callable[[], None], setup: Setup) -> tuple[float, int, int]:
         total, end = total + max(0, stop - max(end, one.start_ns())), max(end, stop)
     kernels = sum(not one.name().startswith(("Memcpy", "Memset")) for one in there)
     launches = sum(one.name() in (*_LAUNCHES, *_COPIES) for one in events)
-    return total / 1e9 / _PROFILED, round(kernels / _PROFILED), round(launches / _PROFILED)
+    return total / 1e9 / num, round(kernels / num), round(launches / num)

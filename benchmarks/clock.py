@@ -24,7 +24,7 @@ class Setup:
     rounds: int = 7
     steps: int | None = None  # hgp_paper: lower steps that are timed; the rest is extrapolated
     networks: tuple[str, ...] = ("random_directed",)  # hgp_paper
-    cases: tuple[str, ...] = ()  # large_models: words that the names of its cases must have
+    cases: tuple[str, ...] = ()  # large_models: words that the names of its cases must have; growth: its panels
     gigabytes: float = 2.0  # streaming: size of the file
 
     @property

@@ -68,7 +68,7 @@ GOALS: tuple[Goal | Overall, ...] = (
     Overall("the same: median", "busy-cuda", "busy", "ratio", 1.3, statistics.median),
     Goal("tiny problem, FedBiO, engine: times torch by hand", "cpu", "tiny", "fedbio", "engine", "ratio", 4.0),
     Goal("tiny problem, FBO-AggITD, engine: times torch by hand", "cpu", "tiny", "fbo_aggitd", "engine", "ratio", 4.0),
-    Goal("FedBiO, 1e9 parameters, 8 clients, bf16, one GPU: rows of y per client", "large-cuda", "large_models",
+    Goal("FedBiO, 1e9 parameters, 8 clients, bf16, one GPU: rows of y per client", "large-1b-cuda", "large_models",
          "1B, 8 clients, fedbio, bf16", "library, in turn", "y_rows", 6.0),
     Goal("memory-mapped data: times the same run in memory, CPU", "cpu", "streaming", "fedbio", "memory-mapped",
          "ratio", 1.3),

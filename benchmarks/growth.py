@@ -46,8 +46,11 @@ _STATUS = Path("/proc/self/status")
 def rows(setup: Setup) -> list[Row]:
     found: list[Row] = []
     for panel, (label, sizes) in PANELS.items():
+        if setup.cases and panel not in setup.cases:
+            continue
         mine: list[Row] = []
-        for size in SMALL[panel] if setup.small else sizes:
+        more = [100_000] if panel == "clients" and setup.cuda else []  # a GPU has the memory, and the time
+        for size in SMALL[panel] if setup.small else [*sizes, *more]:
             asked = {**BASE, **({"clients": 1000} if panel == "cohort" else {}), panel: size}
             if setup.small:
                 asked = {"clients": 4, "cohort": 2, "hidden": 4, "steps": 1, panel: size}

@@ -85,7 +85,7 @@ def cases(setup: Setup) -> list[Case]:
     if setup.small:
         return [Case(TINY, 2, method, precision) for method in METHODS for precision in ("float32", "bf16")]
     grid = [Case(*one) for one in itertools.product(SIZES, (8, 4), METHODS, ("bf16", "float32"))]
-    huge, first = [Case(BILLION, 8, method, "bf16") for method in ("penalty 2", "penalty 1")], grid[0]
+    huge, first = [Case(BILLION, 8, method, "bf16") for method in ("penalty 2", "fedbio", "penalty 1")], grid[0]
     distance = lambda case: (
         (case.size != first.size)
         + (case.clients != first.clients)

@@ -15,6 +15,7 @@ import torch
 from benchmarks.clock import Row, Setup, Timing, rows_of
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedbio import FedBiO
+from fedbilevel.engines.rounds import one_round
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation.algorithm import ServerAlgorithm
 from fedbilevel.runs.result import Progress
@@ -136,7 +137,7 @@ class Case:
         def advance() -> None:
             number[0] += 1
             fed.begin(number[0], self.algorithm)
-            state[0] = self.algorithm.round(fed, state[0])
+            state[0] = one_round(fed, self.algorithm, state[0])
             fed.check()
 
         return advance, state

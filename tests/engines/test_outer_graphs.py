@@ -22,7 +22,7 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
 from fedbilevel.algorithms.fednest import FedNest
-from fedbilevel.engines import cuda_graphs, outer_graphs, server_books
+from fedbilevel.engines import cuda_graphs, outer_capture, outer_graphs, server_books
 from fedbilevel.engines.outer_graphs import OUTER
 from fedbilevel.engines.peer_graphs import PeerIterations
 from fedbilevel.engines.peer_simulation import PeerSimulation
@@ -276,7 +276,7 @@ def test_outer_iterations_that_never_repeat_are_refused(algorithm, monkeypatch):
 
 
 def test_large_rows_are_refused(monkeypatch):
-    monkeypatch.setattr(outer_graphs, "_LARGE", 8)
+    monkeypatch.setattr(outer_capture, "_LARGE", 8)
     graphs = assert_same_run(FedBiO(), clients(), batch_size=3)
     assert "so large" in graphs.captures.refused[OUTER]
 

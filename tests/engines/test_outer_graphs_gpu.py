@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from engines.test_cuda_graphs import SERVER, images
-from engines.test_outer_graphs import FRESH, HOST, PEERS, follow
-from fedbilevel.engines import cuda_graphs
+from engines.test_launches import hurry, pairs
+from engines.test_outer_graphs import FRESH, HOST, PEERS, engine, follow, travel
+from fedbilevel.engines import cuda_graphs, outer_graphs
 from fedbilevel.engines.outer_graphs import OUTER
+from fedbilevel.engines.rounds import expect
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.federation.mixing import Mixing
 from fedbilevel.federation.network import Network
@@ -82,6 +84,38 @@ def test_a_schedule_and_images(name):
     assert distance(got, expected) <= 10 * NEAR
     assert not fed.host.captures.refused
     assert fed.graphs.replayed
+
+
+@pytest.mark.parametrize("span", [1, 4])
+@pytest.mark.parametrize("name", ["adafbio", "fbo_aggitd", "fedbio", "fedbioacc", "fednest", "fedavg", "fedbio_local"])
+def test_outer_iterations_launched_before_the_first_is_finished(name, span, monkeypatch):
+    """With a schedule and without one, one outer iteration or four in a graph; nothing is refused."""
+    for label, value in {"_PAYS": 1, "_SPAN": span, "_WORK": 2**20}.items():
+        monkeypatch.setattr(outer_graphs, label, value)
+    algorithm = brief(SERVER[name])
+    built = Quadratic(num_clients=6, num_samples=8, lower="local" if name == "fedbio_local" else "global").build()
+    for schedule in (None, Schedule(power=0.5, offset=1.0)):
+        plain = engine(algorithm, built, captured=False, **options(algorithm))
+        expected = travel(plain, algorithm, num_iterations=60, schedule=schedule)
+        fed = engine(algorithm, built, captured=True, **options(algorithm))
+        seen = hurry(fed, algorithm, num_iterations=60, schedule=schedule, looks=20)
+        assert distance(seen.values(), [expected[iteration - 1] for iteration in seen]) <= 10 * NEAR
+        for column, paid in plain.ledger.columns.items():
+            assert torch.equal(fed.ledger.columns[column], paid), column
+        assert not fed.host.captures.refused
+        assert {one.span for one in pairs(fed.graphs)} == ({span} if span > 1 and name != "fednest" else set())
+
+
+def test_a_long_run_compiles_its_derivatives():
+    algorithm, built = brief(SERVER["fbo_aggitd"]), images(split="iid")
+    given = {**options(algorithm), "batch_size": 8}
+    _, expected = follow(algorithm, built, captured=False, **given)
+    fed = engine(algorithm, built, captured=True, **given)
+    expect(fed, 10**6)
+    got = travel(fed, algorithm, num_iterations=len(expected))
+    assert fed.host.oracle.compiles
+    assert not fed.host.captures.refused
+    assert distance(got, expected) <= 10 * NEAR
 
 
 def test_a_refusal_leaves_the_device_as_it_was():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +46,8 @@ class Bar:
     Without a terminal, it prints one line per measurement.
     """
 
+    skips = True
+
     def __init__(self, name: str, headline: Sequence[str]) -> None:
         self.headline, self.name = headline, printable(name)
         named, *texts = (
@@ -62,14 +64,14 @@ class Bar:
         self.task = self.bar.add_task(f"{self.name:<12}", total=1.0, cost="", figures="")
         self.figures = ""
 
-    def __enter__(self) -> Callable[[RunProgress], None]:
+    def __enter__(self) -> Bar:
         self.bar.start()
-        return self.show
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def show(self, now: RunProgress) -> None:
+    def __call__(self, now: RunProgress) -> None:
         cost = f"{now.rounds} rounds, {now.megabytes:.1f} MB"
         where = f"{now.iteration}/{now.num_iterations}" if now.num_rounds is None else f"{now.iteration}"
         if now.row is not None:

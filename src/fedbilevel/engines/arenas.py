@@ -44,15 +44,45 @@ class Arena:
     def pack(self) -> None:
         """Put all numbers of the first run into one tensor."""
         whole = torch.cat([torch.zeros(1, dtype=self.dtype), *self._first])
-        self._host = whole.pin_memory() if self.device.type == "cuda" else whole
-        self._memory = whole.to(self.device, copy=True)
-        self._parts = list(self._memory[1:].split([len(part) for part in self._first]))
+        self._hosts: list[Tensor] = []
+        self.memory = whole.to(self.device, copy=True)
+        self._parts = list(self.memory[1:].split([len(part) for part in self._first]))
 
-    def fill(self, walk: Any) -> None:
-        made = [make(walk).to(self.dtype) for make in self._makers]
-        if made:
-            torch.cat(made, out=self._host[1:])
-            self._memory.copy_(self._host, non_blocking=True)
+    def drop(self) -> None:
+        """Make no numbers from now on, because no replay reads them."""
+        self._makers.clear()
+
+    def fill(self, walk: Any, slot: int = 0) -> None:
+        """Give the device new numbers.
+
+        slot: number of earlier copies that may still be running, each from memory of its own.
+        """
+        if self._makers:
+            made = [make(walk).to(self.dtype) for make in self._makers]
+            while len(self._hosts) <= slot:
+                pinned = self.device.type == "cuda"  # from other memory, a copy would wait
+                self._hosts.append(torch.zeros(len(self.memory), dtype=self.dtype, pin_memory=pinned))
+            torch.cat(made, out=self._hosts[slot][1:])
+            self.memory.copy_(self._hosts[slot], non_blocking=True)
+
+
+class Flags:
+    """A copy of flags to the processor, which waits only when they are read."""
+
+    def __init__(self, flags: Tensor) -> None:
+        self._event = None
+        if not flags.is_cuda:
+            self._copy = flags.clone()
+            return
+        self._copy = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+        self._copy.copy_(flags, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
 
 
 @dataclass
@@ -60,6 +90,8 @@ class Setting:
     """Where and how an outer iteration is traced.
 
     buys: roles whose features are computed at once for all samples, by cohort.
+    exact: whether features are computed as usual, for the same bits.
+    steady: whether all cohorts of the run are the same, so that their numbers never change.
     asked: numbers of samples that the trace requests, by cohort and role.
     """
 
@@ -68,7 +100,13 @@ class Setting:
     floats: Arena
     buys: Mapping[int, Sequence[str]]
     frozen: bool
+    exact: bool = False
+    steady: bool = False
     asked: dict[int, Mapping[str, int]] = field(default_factory=dict)
+
+    def of_cohort(self, arena: Arena, make: Callable[[Any], Tensor]) -> Tensor:
+        """Return numbers that depend on a cohort alone."""
+        return make(self.walk).to(arena.device, arena.dtype) if self.steady else arena.take(self.walk, make)
 
     def number(self, make: Callable[[Any], Any]) -> Tensor:
         return self.ints.take(self.walk, lambda walk: torch.tensor([make(walk)]))

@@ -18,7 +18,7 @@ class Held:
 
     def __init__(self, num_clients: int) -> None:
         self.num_clients = num_clients
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}  # with version, mask and number
         # by number of an array: places whose clients all hold it, and an empty part of them
         self._at: dict[int, tuple[Tensor, Tensor]] = {}
         self._count, self._nobody = 0, torch.zeros(num_clients, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Whole outer iterations as CUDA graphs: one launch per outer iteration.
+"""Whole outer iterations as CUDA graphs: one launch per outer iteration, or per several of them.
 
 An outer iteration that occurs a third time with the same settings, shapes and draws of the server
 is recorded. A replay reads its cohorts, weights, step sizes and number from two tensors, and finds
@@ -8,61 +8,69 @@ Nothing is trusted. The first replay, of a later outer iteration than the record
 the usual computation, whose result is used. If both differ by more than rounding, or if recording
 fails, whole outer iterations are refused: `Captures.refused` names the reason, and phases are
 captured one by one.
+
+Where the loop allows it, several replays are launched before the first one is finished, so that the
+device does not wait for the processor (`launches`). Small outer iterations take less time than
+their launch: after many replays, several in a row are recorded as one graph.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedbilevel.engines import cuda_graphs
 from fedbilevel.engines.addressed import NotCapturable
-from fedbilevel.engines.arenas import Arena, Setting, Traced, distinct, form, off, reason, shown, unchanged
-from fedbilevel.engines.cuda_graphs import with_steps, without_steps
-from fedbilevel.engines.partly_paid import PartlyPaid
+from fedbilevel.engines.arenas import distinct, form, off, reason
+from fedbilevel.engines.cuda_graphs import without_steps
+from fedbilevel.engines.launches import Graph, Launched
+from fedbilevel.engines.outer_capture import OuterCapture
 from fedbilevel.errors import FedBilevelError
-from fedbilevel.problem.layout import one_row
 
 OUTER = "outer iteration"  # the name of a whole outer iteration in `Captures.refused`
-_TIMES = 3  # occurrences after which an outer iteration is recorded
 _PATIENCE = 60  # outer iterations without a replay after which the engine captures phases instead
 _FAILURES = (NotCapturable, RuntimeError, TypeError, ValueError, AttributeError, LookupError, FedBilevelError)
 _MOST = 32  # recorded outer iterations that are kept
-_LARGE = 2**31  # bytes of rows from which computing takes longer than launching, and a graph would double the memory
+_WORK = 128  # calls of phases and derivatives that take a GPU longer than their launch
+_SPAN = 32  # outer iterations in one graph at most
+_PAYS = 8  # a graph of several is recorded after so many times as many replays, which it then saves
+
+At = Callable[[int], Any]
+More = Callable[[int, int, int], bool]
 
 
-@dataclass
-class _Graph:
-    traced: Traced
-    inputs: list[Tensor]
-    ints: Arena
-    floats: Arena
-    replay: Callable[[], None]
-    partly: PartlyPaid
-    same: dict[str, int]  # values of the new state that are inputs, by the place of the input
-    on_trial: bool = True
+class _Found(NamedTuple):
+    """An outer iteration as it is known before it runs.
+
+    keys: what it is recorded under, with step sizes and without them.
+    """
+
+    basic: Any
+    walk: Any = None
+    keys: tuple[Any, Any] = (None, None)
+    graph: Graph | None = None
 
 
-class Iterations:
+class Iterations(OuterCapture):
     """Outer iterations of one engine, replayed where possible.
 
     A subclass knows its engine: what an outer iteration depends on (`_walk`), how it is traced, and
     its bookkeeping.
     """
 
+    times = 3  # occurrences after which an outer iteration is recorded
+    near = 1.0  # how far the first replay may be off, in units of what rounding explains
+
     def __init__(self, fed: Any) -> None:
         self.fed, self.host, self.captures = fed, fed.host, fed.host.captures
         self.replayed = self.usual = 0
         self._times: Counter[Any] = Counter()
-        self._kept: dict[Any, _Graph] = {}
-        self._settings: tuple[Any, tuple[Any, ...]] | None = None  # the last algorithm, and its settings without steps
+        self._kept: dict[Any, Graph] = {}
+        self._numbers: dict[Any, int] = {}  # of algorithms, and of their settings without steps
+        self._last_kind: tuple[Any, Any, int, int] | None = None  # the last algorithm and form, and their numbers
         if why := self._excluded():
             self.captures.refused[OUTER] = why
 
@@ -79,78 +87,136 @@ class Iterations:
         """
         raise NotImplementedError
 
-    def _trace(self, algorithm: Any, given: Mapping[str, Any], fields: Sequence[str], setting: Setting) -> Traced:
-        """Run the outer iteration on tensors that a replay can change.
-
-        given: the state and the tensors of the engine.
-        fields: names of the state.
-        """
-        raise NotImplementedError
+    def _joined(self, walks: Sequence[Any]) -> Any:
+        """Return what several outer iterations in a row depend on; None: they cannot be recorded together."""
 
     def _observed(self, algorithm: Any, state: Any, basic: Any) -> Any:
         """Run the outer iteration as usual, and learn what `_walk` needs."""
         raise NotImplementedError
 
-    def _rewind(self) -> None:
-        """Begin the outer iteration again."""
-        raise NotImplementedError
-
-    def _book(self, script: Any, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> Any:
-        """Repeat the bookkeeping of a recorded outer iteration; return what `_finished` needs."""
-        raise NotImplementedError
-
-    def _settle(self, script: Any, results: Mapping[str, Tensor]) -> None:
-        """Add to the bookkeeping what only the replay knows."""
-
-    def _finished(self, value: Any, booked: Any) -> Any:
-        """Return a value of the new state that is no tensor."""
-        return value
-
-    def _extras(self) -> dict[str, Tensor]:
-        """Return tensors of the engine that belong to the state."""
-        return {}
-
-    def _adopt(self, extras: Mapping[str, Tensor]) -> None:
-        """Take over new tensors of the engine."""
-
-    def _stores(self) -> tuple[Any, ...]:
-        return self.host.memory, self.host.kept
-
-    # ---- one outer iteration --------------------------------------------------------------------------------------
+    # ---- outer iterations -----------------------------------------------------------------------------------------
 
     def round(self, algorithm: Any, state: Any) -> Any:
         """Return the state after this outer iteration."""
+        return self.rounds(lambda iteration: algorithm, state, lambda *_: False)
+
+    def rounds(self, at: At, state: Any, more: More) -> Any:
+        """Return the state after this outer iteration, and after the next ones while nobody needs the state.
+
+        `fed.iteration` is then the last of them.
+
+        at: algorithm with the step sizes of an outer iteration.
+        more: function of an outer iteration and the rounds before and after it; False ends with it.
+        """
+        fed, launched = self.fed, list[Launched]()
+        rounds, algorithm = fed.ledger.rounds, at(fed.iteration)
+        while True:
+            now, found = fed.iteration, self._look(algorithm, state)
+            graph, walk = (None, None) if found is None else (found.graph, found.walk)
+            if graph is not None and not graph.on_trial:
+                graph, walk = self._several(found, state, at, more, rounds) or (graph, walk)
+            if graph is None or graph.on_trial:
+                state = self._landed(launched) if launched else state
+                if launched and fed.iteration < now:  # an earlier one went wrong
+                    return state
+                return self._slowly(algorithm, state, found, graph, walk)
+            launched.append(self._launch(graph, state, walk, len(launched)))
+            cost, _ = self._cost(graph.traced.script)
+            state, rounds = launched[-1].new, rounds + cost
+            if not self._has_room(launched) or not more(fed.iteration, rounds - cost // graph.span, rounds):
+                return self._landed(launched)
+            algorithm = at(fed.iteration + 1)
+            fed.begin(fed.iteration + 1, algorithm)
+
+    def _look(self, algorithm: Any, state: Any) -> _Found | None:
+        """Return what is known about this outer iteration; None: it is refused."""
         if OUTER in self.captures.refused:
-            return algorithm.round(self.fed, state)
+            return None
         try:
-            if self._settings is None or self._settings[0] is not algorithm:
-                self._settings = (algorithm, without_steps(algorithm))
-            basic = (self._settings[1], form({**state._asdict(), **self._extras()}))
-            hash(basic)
+            whole, basic = self._kind(algorithm, state)
         except TypeError as error:
-            return self._refuse(f"its settings or state cannot be compared ({error})", algorithm, state)
+            self.captures.refused[OUTER] = f"its settings or state cannot be compared ({error})"
+            return None
         walked = self._walk(basic) if self.fed.iteration > 1 else None  # the first may be unlike the others
         if walked is None:
-            return self._plainly(algorithm, state, basic)
+            return _Found(basic)
         walk, facts = walked
-        key, open_key = (algorithm, basic, facts), (basic, facts)
-        self._times.update((key, open_key))
-        graph = self._kept.get(key) or self._kept.get(open_key)
+        walk.algorithms = [algorithm]
+        keys = (whole, basic, facts), (basic, facts)
+        graph = self._kept.get(keys[0]) or self._kept.get(keys[1])
         if graph is not None and graph.traced.moved():
             self._kept = {one: kept for one, kept in self._kept.items() if kept is not graph}  # its rows have moved
             graph = None
-        moving = self._times[key] < _TIMES <= self._times[open_key] - _TIMES
-        if graph is None and (self._times[key] >= _TIMES or moving) and len(self._kept) < _MOST:
-            try:
-                self._kept[open_key if moving else key] = self._capture(algorithm, state, walk, moving)
+        return _Found(basic, walk, keys, graph)
+
+    def _kind(self, algorithm: Any, state: Any) -> tuple[int, int]:
+        """Return numbers of what an outer iteration depends on: with its step sizes, and without them.
+
+        The second one depends on the form of the state as well. Numbers are compared faster than settings.
+        """
+        now = form({**state._asdict(), **self._extras()})
+        last = self._last_kind
+        if last is None or last[0] is not algorithm or last[1] != now:
+            number = lambda what: self._numbers.setdefault(what, len(self._numbers))
+            last = algorithm, now, number(algorithm), number((without_steps(algorithm), now))
+            self._last_kind = last
+        return last[2:]
+
+    def _several(self, found: Any, state: Any, at: At, more: More, rounds: int) -> tuple[Graph, Any] | None:
+        """Return the graph of this outer iteration and the next ones; the last of them has then begun.
+
+        None: they must be launched one by one.
+
+        rounds: number of rounds so far.
+        """
+        graph, fed, span = found.graph, self.fed, 1
+        cost, work = self._cost(graph.traced.script)
+        while span < _SPAN and span * work < _WORK:
+            span *= 2
+        if graph.is_alone or span == 1 or self.replayed < _PAYS * span:
+            return None
+        first, moving = fed.iteration, found.keys[0] not in self._kept
+        if not all(more(first + i, rounds + i * cost, rounds + (i + 1) * cost) for i in range(span - 1)):
+            return None
+        walks, facts = [found.walk], found.keys[1][1]
+        for iteration in range(first + 1, first + span):
+            algorithm = at(iteration)
+            fed.begin(iteration, algorithm)
+            walked = self._walk(found.basic)
+            if walked is None or walked[1] != facts or not (moving or algorithm == walks[0].algorithms[0]):
+                break
+            walked[0].algorithms = [algorithm]
+            walks.append(walked[0])
+        walk = self._joined(walks) if len(walks) == span else None
+        try:
+            if walk is None:
+                raise NotCapturable("the next outer iterations are unlike this one")
+            if graph.longer is None or graph.longer.traced.moved():
+                graph.longer = self._capture(state, walk, moving)
+        except _FAILURES:
+            graph.is_alone = True
+            fed.begin(first, walks[0].algorithms[0])
+            return None
+        graph.is_alone = graph.longer.on_trial  # until it has been tried
+        return graph.longer, walk
+
+    def _slowly(self, algorithm: Any, state: Any, found: _Found | None, graph: Graph | None, walk: Any) -> Any:
+        """Run an outer iteration without a graph or beside one, and record it if it is the third of its kind."""
+        if found is None:
+            return self._refuse(self.captures.refused[OUTER], algorithm, state)
+        if found.walk is None:
+            return self._plainly(algorithm, state, found.basic)
+        key, open_key = found.keys
+        self._times.update(found.keys)
+        if graph is not None:
+            return self._tried(graph, state, walk, found)
+        moving = self._times[key] < self.times <= self._times[open_key] - self.times
+        if (self._times[key] >= self.times or moving) and len(self._kept) < _MOST:
+            try:  # the first replay is one of the next outer iterations
+                self._kept[open_key if moving else key] = self._capture(state, found.walk, moving)
             except _FAILURES as error:
                 return self._refuse(reason(error), algorithm, state)
-            graph = None  # the first replay is one of the next outer iterations
-        if graph is None:
-            return self._plainly(algorithm, state, basic)
-        if graph.on_trial:
-            return self._tried(graph, algorithm, state, walk, basic)
-        return self._replayed(graph, algorithm, state, walk)
+        return self._plainly(algorithm, state, found.basic)
 
     def _plainly(self, algorithm: Any, state: Any, basic: Any) -> Any:
         """Run as usual, without captured phases: their memory is better used for whole outer iterations."""
@@ -171,175 +237,37 @@ class Iterations:
         self._rewind()
         return algorithm.round(self.fed, state)
 
-    @contextmanager
-    def _without_captures(self) -> Iterator[None]:
-        self.host.captures = None
-        try:
-            yield
-        finally:
-            self.host.captures = self.captures
-
-    def _replay(self, graph: _Graph, algorithm: Any, state: Any, walk: Any) -> None:
-        graph.ints.fill(walk)
-        graph.floats.fill(walk)
-        for buffer, value in zip(graph.inputs, distinct({**state._asdict(), **self._extras()}), strict=True):
-            buffer.copy_(one_row(value))
-        graph.replay()
-
-    def _replayed(self, graph: _Graph, algorithm: Any, state: Any, walk: Any) -> Any:
-        walk.algorithm = algorithm
-        before = self._before()
-        self._replay(graph, algorithm, state, walk)
-        new, outputs = self._outputs(graph, state)
-        given = dict(enumerate(distinct({**state._asdict(), **self._extras()})))
-        booked = self._book(graph.traced.script, walk, given, outputs)  # while the device computes
-        flags = graph.traced.results["flags"].cpu()
-        graph.partly.pay(flags[1:], lambda where: self._payers(where, walk))
-        self._settle(graph.traced.script, graph.traced.results)
-        if not bool(flags[0]):
-            return self._run_again(graph, algorithm, state, before)
-        self.replayed += 1
-        self._adopt({name: value for name, value in new.items() if name not in state._fields})
-        return type(state)(**{name: self._finished(new[name], booked) for name in state._fields})
-
-    def _before(self) -> Any:
-        """Return what `_back` needs to begin this outer iteration again."""
-
-    def _back(self, before: Any) -> None:
-        """Return to the values of `_before`."""
-
-    def _run_again(self, graph: _Graph, algorithm: Any, state: Any, before: Any) -> Any:
-        """Run an outer iteration with a non-finite value as usual, which names the client.
-
-        The costs of the replay stay.
-        """
-        for rows, places, label in reversed(graph.traced.saved):
-            rows.index_copy_(0, places, graph.traced.results[label])
-        ledger = self.host.ledger
-        paid = ledger.state_dict()
-        self._back(before)
-        self._rewind()
-        try:
-            with self._without_captures():
-                return algorithm.round(self.fed, state)
-        finally:
-            ledger.load_state_dict(paid)
-
-    def _tried(self, graph: _Graph, algorithm: Any, state: Any, walk: Any, basic: Any) -> Any:
+    def _tried(self, graph: Graph, state: Any, walk: Any, found: _Found) -> Any:
         """Run as usual and beside it the first replay; keep the graph if both agree."""
-        walk.algorithm, before = algorithm, {**state._asdict(), **self._extras()}
-        copies = [store.copied() for store in self._stores()]
-        self._replay(graph, algorithm, state, walk)
-        got, _ = self._outputs(graph, state)
+        before, first = {**state._asdict(), **self._extras()}, walk.iteration
+        copies, given = [store.copied() for store in self._stores()], distinct(before)
+        self._replay(graph, given, walk)
+        got, _ = self._outputs(graph, given)
         rows = [{name: shelf.rows.clone() for name, shelf in store.copied().items()} for store in self._stores()]
         places = [{name: store.slots(name, torch.arange(store.num_rows)) for name in some}
                   for store, some in zip(self._stores(), rows, strict=True)]  # fmt: skip
         for store, copied in zip(self._stores(), copies, strict=True):
             store.restore(copied)
-        new = self._plainly(algorithm, state, basic)
-        after = {**new._asdict(), **self._extras()}
+        for iteration, algorithm in enumerate(walk.algorithms, start=first):
+            if self.fed.iteration != iteration:
+                self.fed.begin(iteration, algorithm)
+            state = self._plainly(algorithm, state, found.basic)
+            if not all(bool(torch.isfinite(value).all()) for value in distinct(state._asdict())):
+                return state  # which the caller names
+        after = {**state._asdict(), **self._extras()}
         worst = max((off(got[name], after[name], before[name]) for name in got if isinstance(got[name], Tensor)),
                     default=0.0)  # fmt: skip
         for store, some, where in zip(self._stores(), rows, places, strict=True):
-            for name, found in some.items():
+            for name, was in some.items():
                 own = (where[name] >= 0).nonzero()[:, 0]
                 if len(own):
-                    mine = found[where[name][own].to(found.device)]
+                    mine = was[where[name][own].to(was.device)]
                     worst = max(worst, off(mine, store.own(name, own), torch.zeros_like(mine)))
-        if worst > 1:
+        graph.on_trial = False
+        if graph.span > 1:
+            assert found.graph is not None
+            found.graph.is_alone = worst > self.near or self._kind(walk.algorithms[-1], state)[1] != found.basic
+        elif worst > self.near:
             self.captures.refused[OUTER] = f"a replay differed {worst:.3g} times as much as rounding explains"
             self._kept.clear()
-        graph.on_trial = False
-        return new
-
-    def _outputs(self, graph: _Graph, state: Any) -> tuple[dict[str, Any], dict[int, Tensor]]:
-        """Return copies of the new values by name and by number, because the next replay overwrites them."""
-        traced, copies = graph.traced, dict[int, Tensor]()
-        given = distinct({**state._asdict(), **self._extras()})
-        new: dict[str, Any] = {}
-        for name, value in traced.state.items():
-            if not isinstance(value, Tensor):
-                new[name] = value
-                continue
-            if name in graph.same:
-                new[name] = given[graph.same[name]]
-                continue
-            if id(value) not in copies:
-                copies[id(value)] = cuda_graphs.copied(traced.results[f"state.{name}"])
-            new[name] = copies[id(value)]
-        return new, copies
-
-    def _payers(self, where: Any, walk: Any) -> tuple[str, Tensor]:
-        """Return the phase and the positions of the clients of a charge."""
-        raise NotImplementedError
-
-    # ---- recording ------------------------------------------------------------------------------------------------
-
-    def _capture(self, algorithm: Any, state: Any, walk: Any, moving: bool) -> _Graph:
-        """Record the outer iteration; it changes nothing but tensors of its own.
-
-        moving: whether step sizes become tensors.
-        """
-        host, given = self.host, {**state._asdict(), **self._extras()}
-        if sum(value.numel() * value.element_size() for value in distinct(given)) * self._rows() > _LARGE:
-            raise NotCapturable("its rows are so large that launching does not count")
-        walk.algorithm = algorithm
-        ints, floats = Arena(torch.int64, host.device), Arena(torch.float64, host.device)
-        inputs = [one_row(value).clone() for value in distinct(given)]
-        values = shown(given, inputs)
-        copies = [store.copied() for store in self._stores()]
-
-        def run(buys: Mapping[int, Sequence[str]], *, frozen: bool) -> tuple[Traced, Mapping[int, Any]]:
-            ints.begin()
-            floats.begin()
-            mover, setting = algorithm, Setting(walk, ints, floats, buys, frozen)
-            if moving:
-                method, steps = with_steps(algorithm.round, host.device)
-                mover = method.__self__
-                for name in steps:
-                    step = floats.take(walk, partial(_step, name))
-                    object.__setattr__(mover, name, step.view(()))  # settings are frozen
-            with torch.no_grad(), self._without_captures():
-                return self._trace(mover, values, state._fields, setting), setting.asked
-
-        try:
-            _, asked = run({}, frozen=False)
-            buys = {place: self._bought(walk, place, wanted) for place, wanted in asked.items()}
-            ints.pack()
-            floats.pack()
-            for _ in range(2):  # so that every derivative has been measured, traced and, if asked for, compiled
-                run(buys, frozen=False)
-            with cuda_graphs.without_waits(host.device):
-                run(buys, frozen=True)
-            kept: list[Traced] = []  # the first one: a recorder without graphs runs it again
-
-            def last() -> dict[str, Tensor]:
-                traced, _ = run(buys, frozen=True)
-                kept[:] = kept or [traced]
-                return traced.results
-
-            results, replay = cuda_graphs.recorded(last, host.device)
-            kept[0].results = results
-            same = {name: place for name, value in kept[0].state.items() if isinstance(value, Tensor)
-                    for place, buffer in enumerate(inputs) if unchanged(value, buffer)}  # fmt: skip
-            return _Graph(kept[0], inputs, ints, floats, replay, PartlyPaid(host, kept[0].partly), same)
-        finally:
-            for store, copied in zip(self._stores(), copies, strict=True):
-                store.restore(copied)
-
-    def _bought(self, walk: Any, place: int, asked: Mapping[str, int]) -> list[str]:
-        """Return roles of which a cohort requests as many features as it has samples."""
-        positions, data_of = self._positions(walk, place), self.host.data_of
-        return [role for role, number in asked.items() if number >= int(data_of(role).sizes[role][positions].sum())]
-
-    def _positions(self, walk: Any, place: int) -> Tensor:
-        """Return the positions of a cohort."""
-        raise NotImplementedError
-
-    def _rows(self) -> int:
-        """Return how many rows a value of the state becomes at the clients."""
-        return 1
-
-
-def _step(name: str, walk: Any) -> Tensor:
-    return torch.tensor([getattr(walk.algorithm, name)], dtype=torch.float64)
+        return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from torch import Tensor
 from fedbilevel.engines.addressed import Addressed, NotCapturable, Partly, Whereabouts
 from fedbilevel.engines.arenas import Setting, Traced
 from fedbilevel.engines.cuda_graphs import addressed, rooms_of
+from fedbilevel.engines.outer_capture import LONG
 from fedbilevel.engines.outer_graphs import Iterations
 from fedbilevel.federation.clients import Bill
 from fedbilevel.federation.ledger import LOCAL
@@ -32,7 +33,7 @@ class Walk:
     iteration: int
     rooms: tuple[Any, ...]
     networks: tuple[Any, ...]  # links, and the number of their next step
-    algorithm: Any = None
+    algorithms: list[Any] = field(default_factory=list)
     made: dict[tuple[int, int], Mixing] = field(default_factory=dict)
 
     def mixing(self, network: int, step: int) -> Mixing:
@@ -158,7 +159,13 @@ class PeerIterations(Iterations):
         facts = tuple(None if links is None else time % (links.period or 1) for links, time in networks)
         return Walk(fed.iteration, rooms, tuple(networks)), facts
 
-    def _before(self) -> Any:
+    def _has_room(self, launched: Any) -> bool:
+        return False  # the next one needs the clocks of the networks, which a finished one sets
+
+    def _cost(self, script: Any) -> tuple[int, int]:
+        return 0, LONG
+
+    def _before(self, graph: Any) -> Any:
         fed = self.fed
         return fed.time, fed.upper_time, fed.push_weights
 
@@ -171,7 +178,7 @@ class PeerIterations(Iterations):
     def _observed(self, algorithm: Any, state: Any, basic: Any) -> Any:
         return algorithm.round(self.fed, state)
 
-    def _trace(self, algorithm: Any, given: Mapping[str, Any], fields: Any, setting: Setting) -> Traced:
+    def _trace(self, movers: Sequence[Any], given: Mapping[str, Any], fields: Any, setting: Setting) -> Traced:
         fed, host, walk = self.fed, self.host, setting.walk
         peers = copy(fed)
         peers.__class__ = type("Traced", (_Traced, type(fed)), {})
@@ -199,7 +206,7 @@ class PeerIterations(Iterations):
                 host.oracle.alone(setting.buys.get(0, ()), frozen=setting.frozen) as asked,
             ):
                 setting.asked[0] = asked
-                state = algorithm.round(peers, algorithm.State(**{name: given[name] for name in fields}))
+                state = movers[0].round(peers, movers[0].State(**{name: given[name] for name in fields}))
             trace["bill"].pay(host, positions)
         finally:
             host.ledger = ledger
@@ -226,7 +233,7 @@ class PeerIterations(Iterations):
             with self.host.ledger.during(phase):
                 self.host.ledger.charge_edges(results[label].cpu(), floats, num_bytes)
 
-    def _payers(self, where: str, walk: Walk) -> tuple[str, Tensor]:
+    def _payers(self, walk: Walk, where: str) -> tuple[str, Tensor]:
         return where, self.host.data.positions
 
 

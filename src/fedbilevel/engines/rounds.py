@@ -1,7 +1,8 @@
-"""One outer iteration of an engine, and why it ran without CUDA graphs."""
+"""Outer iterations of an engine, and why they ran without CUDA graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -15,3 +16,31 @@ def one_round(fed: Any, algorithm: Any, state: Any) -> Any:
     """Run one outer iteration, as a CUDA graph if the engine has graphs of outer iterations."""
     graphs = getattr(fed, "graphs", None)
     return algorithm.round(fed, state) if graphs is None else graphs.round(algorithm, state)
+
+
+def several_rounds(
+    fed: Any, at: Callable[[int], Any], state: Any, iteration: int, more: Callable[[int, int, int], bool]
+) -> Any:
+    """Run this outer iteration and, on an engine with CUDA graphs, the next ones before it is finished.
+
+    `reached` returns the last of them.
+
+    at: algorithm with the step sizes of an outer iteration.
+    more: function of an outer iteration and the rounds before and after it; False: the caller must see its state.
+    """
+    graphs = getattr(fed, "graphs", None)
+    return at(iteration).round(fed, state) if graphs is None else graphs.rounds(at, state, more)
+
+
+def expect(fed: Any, num: int) -> None:
+    """Tell an engine how many outer iterations are left, so that it can choose what takes time to prepare."""
+    if getattr(fed, "graphs", None) is not None:
+        fed.graphs.left = num
+
+
+def reached(fed: Any, iteration: int) -> int:
+    """Return the outer iteration at which an engine is.
+
+    iteration: the one that was begun.
+    """
+    return iteration if getattr(fed, "graphs", None) is None else int(fed.iteration)

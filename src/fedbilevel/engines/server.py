@@ -298,11 +298,15 @@ class Server(LayeredMeans):
             "clients to return and resume."
         )
 
-    def _keep(self, name: str, places: Tensor) -> Kept:
-        """Return a placeholder with this name for the last rows of these clients."""
+    def _keep(self, name: str, places: Tensor, iteration: int | None = None) -> Kept:
+        """Return a placeholder with this name for the last rows of these clients.
+
+        iteration: outer iteration that wrote them; None: this one.
+        """
+        when = self.iteration if iteration is None else iteration
         self._versions[name] = self._versions.get(name, 0) + 1
-        self._kept_in.setdefault(name, torch.full((self.num_clients,), -1))[places] = self.iteration
-        return Kept(name, self._versions[name], self.iteration)
+        self._kept_in.setdefault(name, torch.full((self.num_clients,), -1))[places] = when
+        return Kept(name, self._versions[name], when)
 
     def _check_kept(self, kept: Kept) -> None:
         if kept.version != self._versions.get(kept.name, 0):

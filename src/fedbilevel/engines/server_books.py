@@ -19,15 +19,20 @@ from fedbilevel.federation.algorithm import Kept
 from fedbilevel.federation.clients import Bill
 from fedbilevel.federation.standing import Each, Standing
 
+_FEW = 10_000  # clients of whom it is remembered what they lacked
 _CELLS = 2**20  # flags of all arrays and clients; with more of them only clients of the cohorts are looked at
 
 
 @dataclass
 class Call:
-    """Bookkeeping of one call of a phase."""
+    """Bookkeeping of one call of a phase.
+
+    offset: number of recorded outer iterations before its own.
+    """
 
     phase: str
     cohort: int
+    offset: int = 0
     down: list[tuple[int, int, int]] = field(default_factory=list)  # array, floats, bytes of a float
     up: list[tuple[int, int]] = field(default_factory=list)  # floats, bytes of a float
     kept: list[str] = field(default_factory=list)
@@ -41,6 +46,34 @@ class _Sent(NamedTuple):
     phase: int
     floats: int
     num_bytes: int
+
+
+class _Sending(NamedTuple):
+    """Messages of one replay.
+
+    paid: sums over clients, by phase.
+    once: column, clients and the amount of each client.
+    some: places of the clients in `held`.
+    held: by array, flags of the clients that hold it afterwards.
+    """
+
+    paid: list[tuple[str, Mapping[str, int]]]
+    once: list[tuple[str, Any, np.ndarray]]
+    some: Any
+    held: np.ndarray
+
+
+class _Groups(NamedTuple):
+    """What depends on the cohorts alone, kept while they are the same.
+
+    sent: messages, by the clients that held an array of the state before.
+    """
+
+    cohorts: list[Tensor]
+    places: list[np.ndarray]
+    ids: list[np.ndarray]
+    paid: list[tuple[str, Mapping[str, int]]]
+    sent: dict[bytes | None, _Sending]
 
 
 class Book:
@@ -58,8 +91,9 @@ class Book:
         self._fed, self._arrays, self._calls = fed, arrays, calls
         self._phases = list(dict.fromkeys(call.phase for call in calls))
         self._paid: dict[str, Counter[str]] = {phase: Counter() for phase in self._phases}
-        self._rounds = sum(bool(call.up) for call in calls)
-        self._kept = [(name, call.cohort) for call in calls for name in call.kept]
+        self.rounds = sum(bool(call.up) for call in calls)
+        self.work = len(calls) + sum(sum(call.bill.calls.values()) for call in calls)
+        self.keeps = [(name, call.cohort, call.offset) for call in calls for name in call.kept]
         amounts: list[Counter[str]] = [Counter() for _ in sizes]
         whole: Counter[tuple[str, int, str]] = Counter()  # by phase, cohort and role: evaluations of all samples
 
@@ -90,6 +124,7 @@ class Book:
         each = [Each(cohort, "samples", own, times) for _, cohort, own, times in self._whole]
         self._standing = Standing([dict(one) for one in amounts], each)
         self._make_table(len(sizes))
+        self._last: _Groups | None = None
 
     def _messages(self) -> dict[int, list[_Sent]]:
         """Return by array to which cohorts it is sent first, in order; a cohort needs an array once."""
@@ -119,62 +154,101 @@ class Book:
 
     # ---- a replay -------------------------------------------------------------------------------------------------
 
-    def pay(self, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> dict[str, Kept]:
-        """Charge a replay; return what it keeps at clients.
+    def keep(self, walk: Any) -> dict[str, Kept]:
+        """Return what a replay keeps at clients."""
+        return {
+            name: self._fed._keep(name, walk.cohorts[cohort].places, walk.iteration + offset)
+            for name, cohort, offset in self.keeps
+        }
+
+    def pay(self, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        """Charge a replay.
 
         inputs: arrays of the old state by number.
         outputs: arrays of the new state by the id of the recorded tensor.
         """
         fed, ledger = self._fed, self._fed.ledger
-        places = [members.places.numpy() for members in walk.cohorts]
-        numbers = fed.ids.numpy()
-        ids = [numbers[one] for one in places]
-        ledger.charge_standing(self._standing, ids)
-        ledger.rounds += self._rounds
-        for phase, paid in self._paid.items():
+        if self._last is None or any(
+            one.places is not other for one, other in zip(walk.cohorts, self._last.cohorts, strict=True)
+        ):
+            self._last = self._groups([members.places for members in walk.cohorts])
+        groups = self._last
+        ledger.charge_standing(self._standing, groups.ids)
+        ledger.rounds += self.rounds
+        for phase, paid in groups.paid:
             ledger.add(phase, paid)
-        for phase, cohort, own, times in self._whole:
-            ledger.add(phase, {"samples": int(own[ids[cohort]].sum()) * times})
-        self._send(places, inputs, outputs)
-        later = {name: fed._keep(name, walk.cohorts[cohort].places) for name, cohort in self._kept}
+        self._send(groups, inputs, outputs)
         fed.call += len(self._calls)
         if self._calls:
-            fed.num_answers = len(places[self._calls[-1].cohort])
-        return later
+            fed.num_answers = len(groups.places[self._calls[-1].cohort])
 
-    def _send(self, places: list[np.ndarray], inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+    def _groups(self, cohorts: list[Tensor]) -> _Groups:
+        """Return what depends on the cohorts alone."""
+        places, numbers = [one.numpy() for one in cohorts], self._fed.ids.numpy()
+        ids = [numbers[one] for one in places]
+        paid = {phase: Counter(own) for phase, own in self._paid.items()}
+        for phase, cohort, own, times in self._whole:
+            paid[phase]["samples"] += int(own[ids[cohort]].sum()) * times
+        return _Groups(cohorts, places, ids, list(paid.items()), {})
+
+    def _send(self, groups: _Groups, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Charge arrays to the clients that lack them, and note that these clients hold them."""
         fed, ledger = self._fed, self._fed.ledger
         masks = {number: fed._held.mask(value).numpy() for number, value in inputs.items()}
-        if self._sent:
-            few = fed.num_clients * self._cohorts.size > _CELLS
-            some: Any = np.unique(np.concatenate(places)) if few else slice(None)
-            spots = [np.searchsorted(some, one) for one in places] if few else places
-            members = np.zeros((self._num_cohorts + 1, len(some) if few else fed.num_clients), dtype=bool)
-            for row, one in zip(members, spots, strict=False):
-                row[one] = True
-            asked = members[self._cohorts]  # by array, message and client
-            held = np.zeros((len(asked), asked.shape[1] + 1, asked.shape[2]), dtype=bool)
-            for array, row in self._place.items():
-                if array in masks:
-                    held[row, 0] = masks[array][some]
-            held[:, 1:] = asked
-            np.logical_or.accumulate(held, axis=1, out=held)
-            asked &= ~held[:, :-1]
-            times, num = np.count_nonzero(asked, axis=2), fed.ids.numpy()[some]
-            for column, each in self._each.items():
-                paid = np.bincount(self._phase_of.ravel(), (times * each).ravel()).tolist()
-                for phase, amount in zip(self._phases, paid, strict=False):
-                    ledger.add(phase, {column: int(amount)})
-                ledger.charge_once(column, num, (asked * each[:, :, None]).sum((0, 1)))
-            for array, row in self._place.items():
-                if array in masks:
-                    masks[array][some] = held[row, -1]
+        key = b"".join(mask.tobytes() for mask in masks.values()) if fed.num_clients <= _FEW else None
+        sending = groups.sent.get(key)
+        if sending is None:
+            sending = self._sending(groups, masks)
+            if key is not None:
+                groups.sent[key] = sending
+        for phase, paid in sending.paid:
+            ledger.add(phase, paid)
+        for column, clients, amounts in sending.once:
+            ledger.charge_once(column, clients, amounts)
+        for array, mask in masks.items():
+            if array in self._place:
+                mask[sending.some] = sending.held[self._place[array]]
         for number, value in outputs.items():
             array = self._arrays.get(number, -1)
             if array in masks:
                 fed._held.mask(value).numpy()[:] = masks[array]
             elif array in self._place:
-                fed._held.mask(value).numpy()[some] = held[self._place[array], -1]
+                fed._held.mask(value).numpy()[sending.some] = sending.held[self._place[array]]
             elif array in self._only:
-                fed._held.mask(value).numpy()[places[self._only[array]]] = True
+                fed._held.mask(value).numpy()[groups.places[self._only[array]]] = True
+
+    def _sending(self, groups: _Groups, masks: Mapping[int, np.ndarray]) -> _Sending:
+        """Return what the messages cost, and which clients hold which array afterwards.
+
+        masks: by array of the state, the clients that hold it before.
+        """
+        fed, places = self._fed, groups.places
+        few = fed.num_clients * self._cohorts.size > _CELLS
+        some: Any = np.unique(np.concatenate(places)) if few else slice(None)
+        if not self._sent:
+            return _Sending([], [], some, np.zeros((0, 0), dtype=bool))
+        spots = [np.searchsorted(some, one) for one in places] if few else places
+        members = np.zeros((self._num_cohorts + 1, len(some) if few else fed.num_clients), dtype=bool)
+        for row, one in zip(members, spots, strict=False):
+            row[one] = True
+        asked = members[self._cohorts]  # by array, message and client
+        held = np.zeros((len(asked), asked.shape[1] + 1, asked.shape[2]), dtype=bool)
+        for array, row in self._place.items():
+            if array in masks:
+                held[row, 0] = masks[array][some]
+        held[:, 1:] = asked
+        np.logical_or.accumulate(held, axis=1, out=held)
+        asked &= ~held[:, :-1]
+        times, num = (
+            np.count_nonzero(asked, axis=2),
+            slice(None) if fed._in_order and not few else fed.ids.numpy()[some],
+        )
+        sums = {phase: dict[str, int]() for phase in self._phases}
+        once = []
+        for column, each in self._each.items():
+            paid = np.bincount(self._phase_of.ravel(), (times * each).ravel()).tolist()
+            for phase, amount in zip(self._phases, paid, strict=False):
+                sums[phase][column] = int(amount)
+            if (times * each).any():
+                once.append((column, num, (asked * each[:, :, None]).sum((0, 1))))
+        return _Sending([(phase, paid) for phase, paid in sums.items() if any(paid.values())], once, some, held[:, -1])

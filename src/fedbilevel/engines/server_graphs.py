@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ class Walk:
     draws: tuple[int, ...]  # of the server, in order
     cohorts: list[Members]
     rooms: tuple[Any, ...]  # for the samples of a client
-    algorithm: Any = None
+    algorithms: list[Any] = field(default_factory=list)  # one for each outer iteration
 
 
 class _Observed:
@@ -116,18 +116,48 @@ class ServerIterations(Iterations):
         self._asks[basic, draws], self._redraws[basic, draws] = None, self.fed._draws - 1
         return new
 
-    def _trace(self, algorithm: Any, given: Mapping[str, Any], fields: Any, setting: Setting) -> Traced:
+    def _joined(self, walks: Sequence[Walk]) -> Walk | None:
+        if any(walk.draws for walk in walks):
+            return None  # the same draws hardly ever follow each other again
+        cohorts = [cohort for walk in walks for cohort in walk.cohorts]
+        algorithms = [algorithm for walk in walks for algorithm in walk.algorithms]
+        return Walk(walks[0].iteration, (), cohorts, walks[0].rooms, algorithms)
+
+    def _trace(self, movers: Sequence[Any], given: Mapping[str, Any], fields: Any, setting: Setting) -> Traced:
         with TracedServer(self.fed, setting, given) as server:
-            state = algorithm.round(server, type_of(algorithm, fields, given))
+            state = type_of(movers[0], fields, given)
+            for number, algorithm in enumerate(movers):
+                if number:
+                    server.begin(number)
+                state = algorithm.round(server, state)
         return server.traced(state)
 
-    def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> Any:
-        return script.pay(walk, inputs, outputs)
+    def _before(self, graph: Any) -> Any:
+        fed, traced = self.fed, graph.traced
+        marks = [store.marks() for store in self._stores()] if traced.fixed else []
+        kept = {name: when.clone() for name, when in fed._kept_in.items()} if traced.script.keeps else {}
+        return marks, dict(fed._versions), kept
 
-    def _finished(self, value: Any, booked: Any) -> Any:
-        return booked[value.name] if isinstance(value, Later) else value
+    def _back(self, before: Any) -> None:
+        marks, versions, kept = before
+        for store, own in zip(self._stores(), marks, strict=False):
+            store.unmark(own)
+        self.fed._versions = versions
+        self.fed._kept_in.update(kept)
 
-    def _payers(self, where: tuple[str, int], walk: Walk) -> tuple[str, Tensor]:
+    def _keep(self, script: Any, walk: Walk) -> Any:
+        return script.keep(walk)
+
+    def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        script.pay(walk, inputs, outputs)
+
+    def _cost(self, script: Any) -> tuple[int, int]:
+        return script.rounds, script.work
+
+    def _finished(self, value: Any, kept: Any) -> Any:
+        return kept[value.name] if isinstance(value, Later) else value
+
+    def _payers(self, walk: Walk, where: tuple[str, int]) -> tuple[str, Tensor]:
         return where[0], walk.cohorts[where[1]].positions
 
 

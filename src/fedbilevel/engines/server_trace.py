@@ -17,6 +17,7 @@ from fedbilevel.engines.arenas import Setting, Traced
 from fedbilevel.engines.cuda_graphs import addressed
 from fedbilevel.engines.server_books import Book, Call
 from fedbilevel.federation.algorithm import Kept, Sparse
+from fedbilevel.federation.clients import Bill
 from fedbilevel.federation.store import ROOM, Store
 from fedbilevel.problem.layout import one_row
 
@@ -91,7 +92,7 @@ class TracedServer:
         self.num_clients, self.weights, self.num_answers = self.fed.num_clients, self.fed.weights, self.fed.num_answers
         self._number = setting.number(lambda walk: walk.iteration)
         self._draws = iter(setting.walk.draws)
-        self.cohort, self._call = 0, 0
+        self.cohort, self._call, self._offset = 0, 0, 0
         self._arrays: dict[int, tuple[int, Tensor, int]] = {}  # by id: number, array, version
         self._num_arrays = 0
         for value in given.values():
@@ -99,7 +100,8 @@ class TracedServer:
                 self._array(value)
         self._num_given = self._num_arrays
         self._calls: list[Call] = []
-        self._finite: list[Tensor] = []
+        self._finite: list[Tensor] = []  # numbers that must be finite
+        self._means: list[Tensor] = []
         self._partly: list[tuple[Any, Partly]] = []
         self._saved: list[tuple[Tensor, Tensor, str]] = []
         self._results: dict[str, Tensor] = {}
@@ -114,26 +116,54 @@ class TracedServer:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def _leave(self) -> None:
+        """Leave the present cohort."""
+        self._stack.close()
+
     def _open(self) -> None:
         """Enter the present cohort: its data and features are those of the device's numbers."""
         setting, number, host = self.setting, self.cohort, self.host
         members, walk = setting.walk.cohorts[number], setting.walk
-        here = setting.ints.take(walk, lambda walk: walk.cohorts[number].positions)
-        ids = setting.ints.take(walk, lambda walk: host.ids[walk.cohorts[number].positions])
+        of_ints, of_floats = partial(setting.of_cohort, setting.ints), partial(setting.of_cohort, setting.floats)
+        here = of_ints(lambda walk: walk.cohorts[number].positions)
+        ids = of_ints(lambda walk: host.ids[walk.cohorts[number].positions])
         ones, weights, shares = all_ones(members.weights), None, None
         whole: Any = float(members.weights.sum())
         if not ones:
-            weights = setting.floats.take(walk, lambda walk: walk.cohorts[number].weights.double())
-            whole = setting.floats.take(walk, lambda walk: walk.cohorts[number].weights.sum().double()[None])
-            shares = setting.floats.take(walk, lambda walk: _portions(walk.cohorts[number].weights)).to(host.dtype)
+            weights = of_floats(lambda walk: walk.cohorts[number].weights.double())
+            whole = of_floats(lambda walk: walk.cohorts[number].weights.sum().double()[None])
+            shares = of_floats(lambda walk: _portions(walk.cohorts[number].weights)).to(host.dtype)
         else:
             shares = host._shares(members.weights)
         self._place = _Place((here, ids), ones, weights, whole, shares)
         self._stack = ExitStack()
         self._stack.enter_context(addressed(host, members.positions, here, walk.rooms))
-        setting.asked[number] = self._stack.enter_context(
-            host.oracle.alone(setting.buys.get(number, ()), frozen=setting.frozen)
+        self._enter_oracle()
+
+    def _enter_oracle(self) -> None:
+        """Compute features of the present cohort alone."""
+        setting = self.setting
+        setting.asked[self.cohort] = self._stack.enter_context(
+            self.host.oracle.alone(setting.buys.get(self.cohort, ()), frozen=setting.frozen, keeps_backs=setting.exact)
         )
+
+    def _clients(self, shares: Tensor | None, bill: Bill, partly: list[Partly]) -> Addressed:
+        """Return the clients of a call."""
+        where = Whereabouts(*self._place.where, self._number, self._call)
+        positions = self.setting.walk.cohorts[self.cohort].positions
+        return Addressed(
+            self.host, positions, where, shares, bill, partly=partly, memory=self.memory, scratch=self.scratch
+        )
+
+    def begin(self, offset: int) -> None:
+        """Begin a later outer iteration of the same capture.
+
+        offset: number of outer iterations before it.
+        """
+        self._stack.close()
+        self.cohort, self._call, self._offset, self.scratch = self.cohort + 1, 0, offset, _Scratch(self)
+        self._number = self.setting.number(lambda walk: walk.iteration + offset)
+        self._open()
 
     # ---- verbs ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +180,7 @@ class TracedServer:
     def resample(self) -> None:
         before = self.cohort
         if self.fed.cohort.redraw == "per_factor" and self.fed.problem.scopes.lower == "global":
-            self._stack.close()
+            self._leave()
             self.cohort = before + 1
             self._open()
 
@@ -182,15 +212,12 @@ class TracedServer:
 
     def _called(self, phase: Any, broadcast: Mapping[str, Any], join: Callable[[Tensor], Tensor]) -> SimpleNamespace:
         self._call += 1
-        host, place, call = self.host, self._place, Call(phase.__name__, self.cohort)
+        place, call = self._place, Call(phase.__name__, self.cohort, self._offset)
         self._calls.append(call)
         given = {name: self._sent(value, call) for name, value in broadcast.items()}
         linear = getattr(phase, "__is_linear__", False) and not self.fed.kept_names and join == self._mean
         partly: list[Partly] = []
-        clients = Addressed(
-            host, self.setting.walk.cohorts[self.cohort].positions, Whereabouts(*place.where, self._number, self._call),
-            place.shares if linear else None, call.bill, partly=partly, memory=self.memory, scratch=self.scratch,
-        )  # fmt: skip
+        clients = self._clients(place.shares if linear else None, call.bill, partly)
         found = phase(clients, **given)
         call.bill = deepcopy(call.bill)
         self._partly += [((call.phase, self.cohort), one) for one in partly]
@@ -200,8 +227,8 @@ class TracedServer:
             if value is None:
                 continue
             rows = value.rows if isinstance(value, Sparse) else value
-            self._finite.append(torch.isfinite(one_row(rows).sum()))
             if name in self.fed.kept_names:
+                self._finite.append(one_row(rows).sum(dtype=torch.float64).view(1))
                 self.kept.write(**{name: rows})
                 call.kept.append(name)
                 results[name] = Later(name, 0)
@@ -209,6 +236,8 @@ class TracedServer:
             floats, places = (value.num_kept, 4) if isinstance(value, Sparse) else (rows.shape[1], 0)
             call.up.append((floats, rows.element_size() + places))
             results[name] = join(rows)
+            self._means.append(results[name])
+            self._finite.append(results[name].flatten())  # a mean is finite if its rows are
         return SimpleNamespace(**results)
 
     def _sent(self, value: Any, call: Call) -> Any:
@@ -268,8 +297,10 @@ class TracedServer:
                 if value.device.type != self.host.device.type:
                     raise NotCapturable(f"{name!r} is not on the device")
                 self._results[f"state.{name}"] = value
-        self._finite.append(torch.ones((), dtype=torch.bool, device=self.host.device))
-        finite = torch.stack(self._finite).all()
+                if value.is_floating_point() and not any(value is mean for mean in self._means):
+                    self._finite.append(one_row(value).flatten())  # numbers that the server has computed
+        whole = torch.cat([torch.zeros(1, device=self.host.device), *self._finite]).sum(dtype=torch.float64)
+        finite = whole - whole == 0  # infinity minus infinity is not a number
         self._results["flags"] = torch.cat([finite.view(1), *(one.flags for _, one in self._partly)])
         arrays = {key: number for key, (number, _, _) in self._arrays.items()}
         sizes = [len(one.places) for one in self.setting.walk.cohorts]

@@ -21,6 +21,7 @@ from fedbilevel.engines.engine import resent
 from fedbilevel.engines.in_turn import Sums, in_turn, memory_of, room
 from fedbilevel.engines.layered import identity_of, layered_figures, spend
 from fedbilevel.engines.layered_means import Answers
+from fedbilevel.engines.planned import PlannedIterations, Refusals
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import Hosting, hosted
 from fedbilevel.engines.server import Server, below
@@ -85,8 +86,10 @@ class Simulation(Hosting, Server):
             group, algorithm, problem, clients, ids, seed=seed, batch_size=batch_size, **options
         )
         hide_examples(aggregation, self.host, addressed(self.host.stream))
-        if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto" and self.host.noise is None:
-            self.host.captures = Captures(self.host)
+        on_gpu = self.host.device.type == "cuda"
+        oracle = self.host.oracle
+        if oracle.strategy == "auto" and self.host.noise is None and (on_gpu or not oracle.compiles):
+            self.host.captures = Captures(self.host) if on_gpu else Refusals()
         self._has_room = False  # not known before the first message, which shows how large rows are
         self._totals: dict[str, Tensor] = {}
         self.group, self.drops, self.stragglers = group, drops, stragglers.checked()
@@ -108,7 +111,8 @@ class Simulation(Hosting, Server):
             if aggregation is None
             else Layer(aggregation, algorithm, self.host.stream, ring_of(aggregation, addressed(self.host.stream))),
         )
-        self.graphs = None if self.host.captures is None else ServerIterations(self)
+        iterations = ServerIterations if on_gpu else PlannedIterations
+        self.graphs = None if self.host.captures is None else iterations(self)
 
     # ---- verbs ----------------------------------------------------------------------------------------------------
 

@@ -206,13 +206,16 @@ class Clients:
 
         The numbers of a sample depend on its place in the batch, not on the padding after it.
         """
-        iteration, call = self._when
         k, width = batch.fields["index"].shape
-        words = self.host.stream.bits(
-            f"{batch.role}/{purpose}/draw", self._ids_here(), iteration=iteration, call=call,
-            steps=range(step, step + 1), width=width * num,
-        )  # fmt: skip
+        words = self.words(f"{batch.role}/{purpose}/draw", step, width * num)
         return ((words >> 8).to(self.dtype) * 2.0**-24).view(k, width, num)  # 24 bits are exact in float32
+
+    def words(self, purpose: str, step: int, width: int) -> Tensor:
+        """Return random 32-bit words (k, 1, width)."""
+        iteration, call = self._when
+        return self.host.stream.bits(
+            purpose, self._ids_here(), iteration=iteration, call=call, steps=range(step, step + 1), width=width
+        )
 
     def _ids_here(self) -> Tensor:
         """Return the numbers of the clients on the device of the data."""

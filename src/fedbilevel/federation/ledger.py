@@ -219,7 +219,7 @@ class Ledger:
         if len(times) >= _MOST_DUE:
             _ = self.columns
 
-    def charge_once(self, column: str, clients: np.ndarray, amounts: np.ndarray) -> None:
+    def charge_once(self, column: str, clients: np.ndarray | slice, amounts: np.ndarray) -> None:
         """Charge each of some different clients its own amount; sums by phase are added by `add`."""
         self._columns[column].numpy()[clients] += amounts
 

@@ -47,7 +47,7 @@ class Sampler:
         self._weights = self.member_weights = weights
         self._once = torch.ones(self.size, dtype=torch.int64)
         self._drawn: dict[tuple[Stream, int, int], Tensor] = {}  # cohorts of coming outer iterations
-        self._most_calls, self._last = 1, -2
+        self._most_calls, self._known_calls, self._last = 1, 0, -2
         if self.replacement:
             if not self.equal:
                 self.member_weights = torch.ones_like(weights)
@@ -90,7 +90,8 @@ class Sampler:
         follows, self._last = iteration == self._last + 1, iteration
         self._most_calls = max(self._most_calls, call)
         known = self._drawn.get((stream, iteration, call))
-        if known is not None:
+        is_narrow = follows and self._known_calls < self._most_calls  # more cohorts are drawn now than at first
+        if known is not None and not is_narrow:
             return known
         draw = partial(stream.orders, "cohort", SERVER, self.num_clients, first=self.size)
         room = _AHEAD // (self.num_clients * self._most_calls)
@@ -99,7 +100,7 @@ class Sampler:
         iterations, calls = range(iteration, min(iteration + room, 2**32)), range(1, self._most_calls + 1)
         places = ((stream, when, number) for when in iterations for number in calls)
         cohorts = draw(iterations=iterations, calls=calls).sort(-1)[0].unbind(0)
-        self._drawn = dict(zip(places, cohorts, strict=True))
+        self._drawn, self._known_calls = dict(zip(places, cohorts, strict=True)), self._most_calls
         return self._drawn[stream, iteration, call]
 
     def _systematic(self, stream: Stream, iteration: int, call: int) -> Tensor:

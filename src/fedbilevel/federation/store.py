@@ -156,6 +156,17 @@ class Store:
             shelf.count += len(new)
         return self.slots(name, positions)
 
+    def marks(self) -> dict[str, tuple[Tensor, int]]:
+        """Return by name which clients have written, for `unmark`."""
+        return {
+            name: (shelf.slots.clone(), shelf.count) for name, shelf in self._shelves.items() if shelf.slots is not None
+        }
+
+    def unmark(self, marks: dict[str, tuple[Tensor, int]]) -> None:
+        """Count clients that have claimed a place since `marks` as new again."""
+        for name, (slots, count) in marks.items():
+            self._shelves[name].slots, self._shelves[name].count = slots, count
+
     def copied(self) -> dict[str, _Shelf]:
         """Return a copy of everything, for `restore`."""
         return {

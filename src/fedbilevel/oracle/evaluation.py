@@ -84,6 +84,15 @@ class Evaluation:
         self.plain_in_full = False  # whether plain kernels are in full precision
         self.strict = False  # whether only torch.func is used, which notices operations outside of torch
 
+    def compile_from_now(self, device: torch.device) -> None:
+        """Compile traces as the strategy `compiled` does, if there is a compiler for the device."""
+        if not self.compiles:
+            try:
+                _try_compiler(device)
+            except SettingError:
+                return
+            self.compiles, self.often = True, dict.fromkeys(_OFTEN, 2)
+
     def flat(self, loss: Loss, *, padded: bool = True, fast: bool = False, low: bool = False) -> FlatLoss:
         """Return a loss as a function of flat vectors.
 
@@ -312,10 +321,10 @@ class _Trace:
         return tree_unflatten(list(self.run(*inputs)) if results is None else results, self.form)
 
 
-def _try_compiler() -> None:
+def _try_compiler(device: torch.device | str = "cpu") -> None:
     """Raise before a run, not during the run, if there is no compiler."""
     try:
-        compiled(lambda one: (one + 1,))(torch.zeros(2))
+        compiled(lambda one: (one + 1,))(torch.zeros(2, device=device))
     except Exception as error:  # a compiler may fail in any way; name it, keep the cause
         reason = str(error).split("\n", 1)[0]
         raise SettingError(

@@ -146,16 +146,17 @@ class Oracle(Evaluation):
         return self._map(function, build, (x, y), (batch,), alone=alone)
 
     @contextmanager
-    def alone(self, buys: Collection[str], *, frozen: bool) -> Iterator[Mapping[str, int]]:
+    def alone(self, buys: Collection[str], *, frozen: bool, keeps_backs: bool = False) -> Iterator[Mapping[str, int]]:
         """Compute features anew within this context, and yield the requested sample counts by role.
 
         buys: roles whose features are computed at once for all samples.
         frozen: whether to measure, trace and keep nothing, because the values exist only when a
             captured phase is replayed.
+        keeps_backs: whether backward passes of features are kept, as usual.
         """
         before = self._features, self.frozen, self.compiles_now
         self._features, self.frozen, self.compiles_now = (
-            FeatureCache(self, buys, keeps_backs=False),
+            FeatureCache(self, buys, keeps_backs=keeps_backs),
             frozen,
             self.compiles and not frozen,
         )

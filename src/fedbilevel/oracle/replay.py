@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 _aten = torch.ops.aten
 _MOST = 2**20  # bytes that a replay may hold: with larger tensors, calls are not what takes the time
 _RANDOM = torch.Tag.nondeterministic_seeded
-_INTO: dict[Any, Callable[..., Any]] = {  # functions that write into given memory, with less overhead than operators
+INTO: dict[Any, Callable[..., Any]] = {  # functions that write into given memory, with less overhead than operators
     _aten.bmm.default: torch.bmm,
     _aten.mm.default: torch.mm,
     _aten.mv.default: torch.mv,
@@ -120,7 +120,7 @@ class Replay:
             self._count(tensor)
         if node in known:
             return
-        into = _INTO.get(operation)
+        into = INTO.get(operation)
         if into is not None:
             self._calls.append(partial(into, *args, **kwargs, out=memory[0]))
         elif operation is _aten.clone.default:

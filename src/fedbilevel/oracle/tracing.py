@@ -20,7 +20,7 @@ from torch import Tensor, fx
 Flat = Callable[..., tuple[Tensor, ...]]
 _aten = torch.ops.aten
 _LARGEST = 2**18  # bytes of a constant that is kept; larger ones are computed in every call
-_SHAPE_ONLY = {
+SHAPE_ONLY = {
     _aten.ones_like.default,
     _aten.zeros_like.default,
     _aten.full_like.default,
@@ -130,7 +130,7 @@ def _fold(module: fx.GraphModule, values: _Values) -> None:
     for node in list(graph.nodes):
         if _schema(node) is None or _RANDOM in node.target.tags:
             continue
-        fixed = node.target in _SHAPE_ONLY or all(one in constant for one in node.all_input_nodes)
+        fixed = node.target in SHAPE_ONLY or all(one in constant for one in node.all_input_nodes)
         if fixed and node in values.small:
             constant.add(node)
         elif _changes_nothing(node, values.forms):

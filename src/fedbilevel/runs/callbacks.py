@@ -10,7 +10,9 @@ from fedbilevel.columns import falls, figures_of
 from fedbilevel.errors import SettingError
 from fedbilevel.runs.result import Progress
 
-Callback = Callable[[Progress], bool | None]  # True stops the run
+# True stops the run. With a true attribute `skips`, a callback is not called between measurements and checkpoints
+# where a GPU runs several outer iterations at once.
+Callback = Callable[[Progress], bool | None]
 
 
 @runtime_checkable
@@ -45,6 +47,8 @@ class EarlyStopping:
     >>> result.stopped, enough.best["iteration"] == result.iteration - 10
     ('callback', True)
     """
+
+    skips = True  # it looks at measurements only
 
     def __init__(self, metric: str, *, patience: int) -> None:
         if not isinstance(patience, int) or patience < 1:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.engine import Engine
-from fedbilevel.engines.rounds import one_round, refusals
+from fedbilevel.engines.rounds import expect, reached, refusals, several_rounds
 from fedbilevel.errors import BudgetError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.federation.auto_steps import resolved
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.endings import STOPPED, followed, interrupts, with_remains
-from fedbilevel.runs.pace import Pace, checked_pace
+from fedbilevel.runs.pace import Due, Pace, checked_pace
 from fedbilevel.runs.record import Record, named
 from fedbilevel.runs.recovery import UNCHANGED, Recovery, check_finite, out_of_range
 from fedbilevel.runs.result import Ending, Progress, Result
@@ -76,6 +76,7 @@ class Loop:
         self.recovery = Recovery(fed, acts=self.recover)
         seconds = self._restore() if resume and self.record is not None else self._start(begin_at)
         self.saved = self.iteration
+        expect(fed, self.pace.num_iterations - self.iteration)
         self._clock = time.perf_counter() - seconds
         if self.iteration == begin_at and not self.rows:
             if first := self.fed.judged(self._measure()):
@@ -106,12 +107,12 @@ class Loop:
             returned=self.returned, uncaptured=refusals(fed),
         )  # fmt: skip
 
-    def _step(self, due: Callable[[int, int, int], bool], interrupted: Callable[[], bool]) -> None:
-        """Do one outer iteration; then measure, call the callbacks and save, each if due."""
+    def _step(self, due: Due, interrupted: Callable[[], bool]) -> None:
+        """Do an outer iteration, or several that need no look; then measure, call the callbacks and save, if due."""
         fed, group, pace = self.fed, self.fed.group, self.pace
         before = fed.ledger.rounds
         self.iteration += 1
-        self._iterate()
+        self._iterate(self._unseen(due))
         last = self.iteration == pace.num_iterations or pace.over(fed.ledger.rounds)
         is_due = due(self.iteration, before, fed.ledger.rounds)
         row = self._measure() if self.ending is None and (last or is_due) else None
@@ -129,20 +130,32 @@ class Loop:
         if self.complete and (self.ending is not None or last or self.iteration % pace.checkpoint_every == 0):
             self._save()
 
-    def _iterate(self) -> None:
-        """Change the state by one outer iteration, or go back if a value is not finite."""
+    def _unseen(self, due: Due) -> Due:
+        """Return the function that decides whether nobody needs the state after an outer iteration."""
+        watched = not all(getattr(callback, "skips", False) for callback in self.callbacks)
+        if watched or self.fed.group.size > 1 or self.fed.account is not None:
+            return lambda *_: False
+        return self.pace.unseen(due, saves=self.record is not None)
+
+    def _iterate(self, unseen: Due) -> None:
+        """Change the state by an outer iteration, or by several, or go back if a value is not finite.
+
+        unseen: whether the next outer iteration may begin before the state after this one is known.
+        """
         fed, recovery = self.fed, self.recovery
-        now = self.algorithm.scaled(recovery.factor * self.schedule(self.iteration))
+        at = lambda iteration: self.algorithm.scaled(recovery.factor * self.schedule(iteration))
         recovery.begin()
         before = None if fed.account is None else fed.state_dict(self.state)
         try:
             with fed.group.together():
-                fed.begin(self.iteration, now)
+                fed.begin(self.iteration, at(self.iteration))
                 with torch.no_grad():  # a loss may contain a frozen model of its own
-                    self.state = one_round(fed, now, self.state)
+                    self.state = several_rounds(fed, at, self.state, self.iteration, unseen)
                     fed.check()
+                self.iteration = reached(fed, self.iteration)
                 check_finite(fed, self.state, self.iteration)
         except (NonFiniteError, OverflowError) as error:
+            self.iteration = reached(fed, self.iteration)
             found = error if isinstance(error, NonFiniteError) else out_of_range(self.iteration)
             if self.raises or not self.recover:
                 raise found from error

@@ -10,6 +10,7 @@ from fedbilevel.errors import SettingError
 from fedbilevel.settings import whole_number
 
 MEASUREMENTS = 20  # about so many in a run, unless measure_every says otherwise
+Due = Callable[[int, int, int], bool]  # of an outer iteration and the rounds before and after it
 MOST_ROUNDS = 500  # of a run without a given length
 
 
@@ -34,7 +35,7 @@ class Pace(NamedTuple):
         """Return whether this number of rounds ends the run."""
         return self.num_rounds is not None and rounds >= self.num_rounds
 
-    def due(self) -> Callable[[int, int, int], bool]:
+    def due(self) -> Due:
         """Return the function that decides whether an outer iteration is measured.
 
         The decision depends only on the number of the iteration and the rounds before and after it,
@@ -56,6 +57,22 @@ class Pace(NamedTuple):
             further = -(-math.ceil(iteration * (1 + self.measure_growth)) // every) * every
             iteration = max(iteration + every, further)
         return lambda iteration, before, after: iteration in chosen
+
+    def unseen(self, due: Due, *, saves: bool) -> Due:
+        """Return the function that decides whether a run goes on after an outer iteration without a look at it.
+
+        due: function that decides whether an outer iteration is measured.
+        saves: whether the run writes checkpoints.
+        """
+        every = self.checkpoint_every if saves else self.num_iterations + 1
+        return lambda iteration, before, after: (
+            not (
+                iteration >= self.num_iterations
+                or iteration % every == 0
+                or self.over(after)
+                or due(iteration, before, after)
+            )
+        )
 
 
 def checked_pace(

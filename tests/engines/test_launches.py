@@ -1,0 +1,247 @@
+"""Outer iterations that are launched before the first one is finished: same states, costs and errors.
+
+Without a GPU a replay is finished when it is launched. What a GPU would overwrite meanwhile, a
+replay overwrites here, too: the tensors of a graph, and the numbers that it reads.
+"""
+
+import itertools
+import shutil
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from engines.test_cuda_graphs import DEVICE, SERVER, run_again
+from engines.test_outer_graphs import FRESH, HOST, clients, engine, half, travel
+from fedbilevel.algorithms.adafbio import AdaFBiO
+from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.algorithms.fedbio import FedBiO
+from fedbilevel.algorithms.fednest import FedNest
+from fedbilevel.engines import cuda_graphs, launches, outer_graphs
+from fedbilevel.engines.rounds import expect, reached, refusals, several_rounds
+from fedbilevel.engines.server_graphs import ServerIterations
+from fedbilevel.engines.simulation import Simulation
+from fedbilevel.errors import NonFiniteError
+from fedbilevel.federation.algorithm import Cohort, Kept
+from fedbilevel.federation.schedule import Schedule
+from fedbilevel.oracle import evaluation
+from fedbilevel.runs.recovery import check_finite
+from fedbilevel.runs.solve import solve
+from support.numeric.yardstick import brief
+
+pytestmark = pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _recorder(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(cuda_graphs, "recorded", run_again)
+
+
+def hurry(fed, algorithm, *, num_iterations, schedule=None, looks=5, between=lambda fed, iteration: None):
+    """Return states by outer iteration, of those that somebody looks at."""
+    fed.begin(0)
+    state, seen, iteration = algorithm.init(fed), {}, 0
+    at = lambda iteration: algorithm if schedule is None else algorithm.scaled(schedule(iteration))
+    while iteration < num_iterations:
+        between(fed, iteration + 1)
+        fed.begin(iteration + 1, at(iteration + 1))
+        more = lambda now, before, after: now % looks > 0 and now < num_iterations
+        state = several_rounds(fed, at, state, iteration + 1, more)
+        iteration = reached(fed, iteration + 1)
+        fed.check()
+        check_finite(fed, state, iteration)
+        values = [value for value in state if isinstance(value, torch.Tensor | Kept)]
+        seen[iteration] = [fed.collect(value).clone() for value in values]
+    return seen
+
+
+def assert_same_when_hurried(algorithm, built, *, num_iterations=26, schedule=None, looks=5, **options):
+    plain = engine(algorithm, built, captured=False, **options)
+    expected = travel(plain, algorithm, num_iterations=num_iterations, schedule=schedule)
+    fed = engine(algorithm, built, captured=True, **options)
+    seen = hurry(fed, algorithm, num_iterations=num_iterations, schedule=schedule, looks=looks)
+    assert refusals(fed) == {}
+    assert len(seen) < num_iterations - 4, "outer iterations were launched one by one"
+    for iteration, values in seen.items():
+        torch.testing.assert_close(values, expected[iteration - 1], rtol=1e-11, atol=1e-12)
+    for name, column in plain.ledger.columns.items():
+        assert torch.equal(fed.ledger.columns[name], column), name
+    assert (fed.ledger.rounds, fed.ledger.phases) == (plain.ledger.rounds, plain.ledger.phases)
+    kept = [value for value in fed._kept_in.items()]
+    assert all(torch.equal(when, plain._kept_in[name]) for name, when in kept)
+    return fed.graphs
+
+
+@pytest.fixture
+def in_pairs(monkeypatch):
+    """Two outer iterations in a row soon become one graph."""
+    for name, value in {"_PAYS": 2, "_SPAN": 2, "_WORK": 2**20}.items():
+        monkeypatch.setattr(outer_graphs, name, value)
+
+
+def pairs(graphs):
+    return [one.longer for one in graphs._kept.values() if one.longer is not None and not one.is_alone]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(SERVER) - {*HOST, *FRESH}))
+def test_every_algorithm(name):
+    algorithm = brief(SERVER[name])
+    assert_same_when_hurried(algorithm, clients(), cohort=half(algorithm), batch_size=3, num_iterations=40)
+
+
+@pytest.mark.parametrize("name", ["fedbio", "adafbio"])
+@pytest.mark.parametrize(("upper", "lower"), [("private", "global"), ("shared", "local")])
+def test_private_x_memory_a_schedule_and_epochs(name, upper, lower):
+    built, schedule = clients(upper=upper, lower=lower), Schedule(power=0.5, offset=1.0)
+    given = {"cohort": Cohort(0.5), "batch_size": 3, "sampling": "epochs"}
+    assert_same_when_hurried(brief(SERVER[name]), built, schedule=schedule, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(SERVER) - {*HOST, *FRESH}))
+def test_every_algorithm_in_pairs(name, in_pairs):
+    algorithm = brief(SERVER[name])
+    graphs = assert_same_when_hurried(algorithm, clients(), cohort=half(algorithm), batch_size=3, num_iterations=40)
+    assert bool(pairs(graphs)) == (not any(walk_draws(graphs))), name
+
+
+def walk_draws(graphs):
+    """Draws of the server, of which an outer iteration depends."""
+    return [draws for _, draws in graphs._redraws]
+
+
+@pytest.mark.parametrize("name", ["fedbio", "adafbio", "fedbioacc"])
+@pytest.mark.parametrize(("upper", "lower"), [("private", "global"), ("shared", "local")])
+def test_pairs_with_private_x_memory_a_schedule_and_epochs(name, upper, lower, in_pairs):
+    built, schedule = clients(upper=upper, lower=lower), Schedule(power=0.5, offset=1.0)
+    given = {"cohort": Cohort(0.5), "batch_size": 3, "sampling": "epochs"}
+    graphs = assert_same_when_hurried(brief(SERVER[name]), built, schedule=schedule, num_iterations=34, **given)
+    assert [one.span for one in pairs(graphs)] == [2]
+
+
+def test_many_small_outer_iterations_are_one_graph():
+    graphs = assert_same_when_hurried(FedAvg(num_local_steps=1), clients(), batch_size=3, num_iterations=330, looks=80)
+    assert [one.span for one in pairs(graphs)] == [32]
+
+
+def test_as_many_as_rows_can_be_saved_for(monkeypatch):
+    algorithm = AdaFBiO()
+    for most, saved in ((3, 2**28), (16, 1)):
+        monkeypatch.setattr(launches, "IN_FLIGHT", most)
+        monkeypatch.setattr(launches, "SAVED", saved)
+        fed = engine(algorithm, clients(), captured=True, batch_size=3, cohort=Cohort(0.5))
+        seen = sorted(hurry(fed, algorithm, num_iterations=30, looks=30))
+        ahead = max(later - one for one, later in itertools.pairwise(seen))
+        assert ahead == (most if saved > 1 else 1)
+
+
+@pytest.mark.parametrize("span", [1, 2])
+@pytest.mark.parametrize("algorithm", [AdaFBiO(), FedBiO(num_local_steps=2), FedNest(num_local_steps=2, num_terms=2)])
+def test_values_that_go_wrong_among_launched_ones_name_client_iteration_and_costs(
+    algorithm, span, in_pairs, monkeypatch
+):
+    """Later replays are undone: memory, costs and the error are those of a run that looks at every state."""
+    monkeypatch.setattr(outer_graphs, "_SPAN", span)
+    found = []
+
+    def spoilt(fed, iteration):
+        if iteration in range(26, 31):
+            fed.host.data.fields["train"]["c"][-3:] = float("inf")
+
+    for captured in (False, True):
+        fed = engine(algorithm, clients(), captured=captured, batch_size=3, cohort=Cohort(0.34))
+        with pytest.raises(NonFiniteError, match=r"client \d returned a value of") as caught:
+            (hurry if captured else travel)(fed, algorithm, num_iterations=90, between=spoilt)
+        memory = fed.host.memory
+        found.append((str(caught.value), fed.iteration, fed.ledger.totals(), memory.rows, memory.written))
+    assert fed.graphs.replayed
+    assert bool(pairs(fed.graphs)) == (span == 2 and not isinstance(algorithm, FedNest))
+    assert found[0][:3] == found[1][:3]
+    torch.testing.assert_close(found[1][3:], found[0][3:], rtol=1e-11, atol=1e-12, equal_nan=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growing(FedAvg):
+    """Rows of clients stay finite; a value that the server computes does not."""
+
+    class State(NamedTuple):
+        x: Any
+        y: Any
+        scale: Any
+
+    def init(self, fed):
+        x, y = fed.initial()
+        return self.State(x, y, y.new_ones(3))
+
+    def round(self, fed, state):
+        new = fed.mean(self.local_steps, x=state.x, y=state.y)
+        return self.State(state.x, new.y, state.scale * 1e10)
+
+
+def test_a_value_of_the_server_that_is_not_finite_ends_the_run_at_its_outer_iteration():
+    found = []
+    for captured in (False, True):
+        fed = engine(Growing(), clients(), captured=captured, batch_size=3)
+        with pytest.raises(
+            NonFiniteError, match="the server's 'scale' is not finite after outer iteration 31"
+        ) as caught:
+            hurry(fed, Growing(), num_iterations=60, looks=8)
+        found.append((str(caught.value), fed.iteration, fed.ledger.totals()))
+    assert fed.graphs.replayed
+    assert found[0] == found[1]
+
+
+def test_a_run_measures_saves_and_ends_where_it_did(monkeypatch, tmp_path):
+    def with_graphs(self, *given, **options):
+        usual(self, *given, **options)
+        self.host.captures = cuda_graphs.Captures(self.host)
+        self.graphs = ServerIterations(self)
+        made.append(self)
+
+    made, usual = [], Simulation.__init__
+    given = {"batch_size": 3, "cohort": Cohort(0.5), "dtype": torch.float64}
+    lengths = [{"num_iterations": 47, "measure_every": 9}, {"num_rounds": 61, "measure_every": 10}, {"num_rounds": 83}]
+    for number, length in enumerate(lengths):
+        for algorithm in (FedBiO(), FedNest(num_local_steps=2, num_terms=2)):
+            monkeypatch.setattr(Simulation, "__init__", usual)
+            expected = solve(*clients(), algorithm, **length, **given)
+            monkeypatch.setattr(Simulation, "__init__", with_graphs)
+            folder = tmp_path / f"{algorithm.name()}{number}"
+            got = solve(*clients(), algorithm, **length, **given, record=folder, checkpoint_every=7)
+            keys = ("iteration", "rounds", "floats_up", "floats_down", "samples")
+            assert [[row[key] for key in keys] for row in got.rows] == [
+                [row[key] for key in keys] for row in expected.rows
+            ]
+            torch.testing.assert_close(got.x, expected.x, rtol=1e-11, atol=1e-12)
+            assert got.ledger == expected.ledger
+    assert all(fed.graphs.replayed for fed in made)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling derivatives needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
+def test_a_long_run_compiles_its_derivatives_and_a_short_one_does_not():
+    algorithm, built, found = FedBiO(), clients(), {}
+    for left in (0, 10, 10**6):
+        fed = engine(algorithm, built, captured=True, batch_size=3)
+        expect(fed, left)
+        found[left] = hurry(fed, algorithm, num_iterations=20)
+        assert fed.host.oracle.compiles == (left == 10**6)
+        assert refusals(fed) == {}
+        assert fed.graphs.replayed
+    torch.testing.assert_close(found[10**6][20], found[0][20], rtol=1e-10, atol=1e-11)
+
+
+def test_without_a_compiler_a_long_run_goes_on(monkeypatch):
+    def fails(run):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(evaluation, "compiled", fails)
+    fed = engine(FedBiO(), clients(), captured=True, batch_size=3)
+    expect(fed, 10**6)
+    hurry(fed, FedBiO(), num_iterations=12)
+    assert not fed.host.oracle.compiles
+    assert fed.graphs.replayed
