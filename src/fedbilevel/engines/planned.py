@@ -104,6 +104,12 @@ class PlannedServer(TracedServer):
         if not self.setting.steady:
             super()._leave()
 
+    def scratch_rows(self, value: Any) -> Any:
+        """Return rows as the store of a cohort returns them: views of one vector become rows, and round alike."""
+        if isinstance(value, tuple):
+            return tuple(map(self.scratch_rows, value))
+        return value if len(value) == len(self.host) else value.contiguous()
+
     def _clients(self, shares: Tensor | None, bill: Bill, partly: list[Partly]) -> Addressed:
         where = Whereabouts(*self._place.where, self._number, self._call)
         return Drawn(self, where, shares, bill, partly)
