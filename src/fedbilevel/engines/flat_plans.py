@@ -65,8 +65,9 @@ class FlatPlan:
         self._read = {self._memory[one.storage].data_ptr() for step in steps for one in step.reads}
 
     def __call__(self) -> None:
-        for call in self._calls:
-            call()
+        with np.errstate(all="ignore"):  # values that are not finite are looked for afterwards
+            for call in self._calls:
+                call()
 
     def __len__(self) -> int:
         return len(self._calls)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedbilevel.engines.addressed import Addressed, Partly, Whereabouts
+from fedbilevel.engines.addressed import Addressed, NotCapturable, Partly, Whereabouts
 from fedbilevel.engines.arenas import Arena, Setting, Traced
 from fedbilevel.engines.flat_plans import planned
 from fedbilevel.engines.server_graphs import Members, ServerIterations, Walk, type_of
@@ -46,8 +46,9 @@ class PlannedIterations(ServerIterations):
 
     def _excluded(self) -> str:
         held = (self.host.data, *self.host.parts.values())
-        alike = all(data.alike(role) for data in held for role in data.sizes)
-        other = "" if self.steady or alike else "cohorts change, and clients have unequal numbers of samples"
+        alike = self.steady or all(data.alike(role) for data in held for role in data.sizes)
+        by_cohort = self.fed.problem.features is not None and not alike
+        other = "cohorts change, and features belong to clients with unequal numbers of samples" if by_cohort else ""
         return super()._excluded() or other
 
     def _members(self) -> Members:
@@ -59,10 +60,8 @@ class PlannedIterations(ServerIterations):
     def _rooms_of(self, cohorts: list[Members]) -> tuple[Any, ...]:
         """Return the numbers of samples to which the usual computation pads."""
         if self._all_rooms is None:
-            held, first = (self.host.data, *self.host.parts.values()), cohorts[0].positions
-            self._all_rooms = tuple(
-                tuple((role, int(sizes[first].max())) for role, sizes in data.sizes.items()) for data in held
-            )
+            held = (self.host.data, *self.host.parts.values())
+            self._all_rooms = tuple(tuple((role, data.largest(role)) for role in data.sizes) for data in held)
         return self._all_rooms
 
     def _bought(self, walk: Any, place: int, asked: Mapping[str, int]) -> list[str]:
@@ -134,6 +133,12 @@ class Drawn(Addressed):
             return draw(Clients(host, walk.cohorts[cohort].positions, walk.iteration, call)).reshape(-1)
 
         return self._setting.ints.take(self._setting.walk, make).view(len(self), *shape)
+
+    def batch_size(self, role: str, *, outside: bool = False) -> int | None:
+        size = super().batch_size(role, outside=outside)
+        if size is None and not self.host.data_of(role).alike(role) and not self._setting.steady:
+            raise NotCapturable("cohorts change, and it uses all samples of clients with unequal numbers of samples")
+        return size
 
     def draw(self, purpose: str, high: int, *, step: int = 0) -> Tensor:
         return self._drawn(lambda clients: clients.draw(purpose, high, step=step))
