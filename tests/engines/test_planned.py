@@ -7,7 +7,6 @@ import torch
 
 from engines.test_cuda_graphs import SERVER, images
 from engines.test_outer_graphs import FRESH, HOST, clients, travel
-from fedbilevel.algorithms.adafbio import AdaFBiO
 from fedbilevel.algorithms.commfedbio import CommFedBiO
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedavg import FedAvg

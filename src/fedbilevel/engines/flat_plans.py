@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -228,7 +228,7 @@ def _in_numpy(step: Operation, args: Sequence[Any], memory: Sequence[Tensor]) ->
     return partial(function, *(one.numpy() for one in given), out.numpy())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _variant(function: Any) -> tuple[Any, tuple[str, ...]] | None:
     """Return the operator that writes into given memory, with the names of that memory."""
     wanted = [(one.name, str(one.type)) for one in function._schema.arguments]

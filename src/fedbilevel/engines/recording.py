@@ -88,9 +88,9 @@ class Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:  # another shape of the same memory
             return result
-        if not func._schema.is_mutable and isinstance(result, Tensor):
-            if result.untyped_storage()._cdata in self._numbers:
-                return result  # a view
+        fresh = func._schema.is_mutable or not isinstance(result, Tensor)
+        if not fresh and result.untyped_storage()._cdata in self._numbers:
+            return result  # a view
         operation = Operation(func, *given, mapped(result, self._made, Tensor))
         if operation.writes or operation.reads_values:
             self.operations.append(operation)

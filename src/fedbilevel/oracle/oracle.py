@@ -146,9 +146,7 @@ class Oracle(Evaluation):
         return self._map(function, build, (x, y), (batch,), alone=alone)
 
     @contextmanager
-    def alone(
-        self, buys: Collection[str], *, frozen: bool, keeps_backs: bool = False
-    ) -> Iterator[Mapping[str, int]]:
+    def alone(self, buys: Collection[str], *, frozen: bool, keeps_backs: bool = False) -> Iterator[Mapping[str, int]]:
         """Compute features anew within this context, and yield the requested sample counts by role.
 
         buys: roles whose features are computed at once for all samples.
