@@ -24,7 +24,7 @@ from fedbilevel.oracle.replay import INTO
 from fedbilevel.oracle.tracing import SHAPE_ONLY
 
 _aten = torch.ops.aten
-_MOST = 2**28  # bytes of a plan; with more of them, calls are not what takes the time
+_MOST = 2**27  # bytes of a plan; with more of them, calls are not what takes the time
 _SMALL = 2**12  # entries of a result up to which the overhead of a call counts
 _FLOATS = (torch.float32, torch.float64)
 _EXACT = {
