@@ -85,13 +85,13 @@ def listed(text: str, out: Path) -> list[Place]:
         except ValueError:
             raise ExperimentError(f"{line!r} is not EXPERIMENT PANELS ROWS REPETITIONS: correct the list.") from None
         chosen = read(name)
-        some, of = (_names("" if part == "-" else part) for part in (panels, rows))
+        some_panels, some_rows = (_names("" if part == "-" else part) for part in (panels, rows))
         if repetitions == "tune":
-            jobs, folder = independent_jobs(chosen, some, of), out / f"tune-{chosen.name}"
+            jobs, folder = independent_jobs(chosen, some_panels, some_rows), out / f"tune-{chosen.name}"
             jobs = [job for job in jobs if not searched(chosen, job)]
         else:
             number = chosen.content.get("repetitions", 1) if repetitions == "-" else int(repetitions)
-            jobs, folder = chosen.jobs(panels=some, rows=of, repetitions=number), out / chosen.name
+            jobs, folder = chosen.jobs(panels=some_panels, rows=some_rows, repetitions=number), out / chosen.name
             jobs = [job for job in ordered(jobs) if not recorded(chosen, job, number)]
         found += [Place(job, folder) for job in jobs]
     return found

@@ -180,7 +180,7 @@ class NewtonFBO(ServerAlgorithm):
         if self.upper_direction == "adam":
             z_x = state.z_x - length * m / corrected / ((s / (1 - self.decay**t)).sqrt() + self.eps)
         else:
-            z_x = state.z_x - length * polar(matrices(fed.problem.x0), m / corrected, self.eps)
+            z_x = state.z_x - length * polar(matrices(fed.problem.initial_x({})), m / corrected, self.eps)
         solve = lambda v, extra: solved(matrices(fed.problem.y0), curvature, v, self.damping + extra)
         e = self.system_damping
         z_y = state.z_y - share(self.least_lower) * solve(new.g_y, 0.0)
