@@ -2,8 +2,9 @@
 
 First all runs see all samples: the rivals, each tuned by validation samples, and the bilevel run. It
 starts at the best rival that says where x and y could start (`Rival.start`), so that it begins at the
-plain practice. Then y is trained once more with the learned x, as the task says (`Task.refits`): by
-default on training and validation samples together, where validation samples can serve for training.
+plain practice, as that rival was trained on training samples alone. Then y is trained once more with
+the learned x, as the task says (`Task.refits`): by default on training and validation samples together,
+where validation samples can serve for training.
 
 Then the validation samples of every client are divided into folds, and everything is repeated without
 one fold at a time. Rivals keep the settings by which they were tuned, so their tuning has seen the
@@ -132,7 +133,7 @@ def guarded(
     >>> task = fb.tasks.Regularisation(num_noise=20, parametrisation="sigmoid")
     >>> found = fb.guarded(task, num_rounds=20, num_folds=2)
     >>> sorted(found.contenders), found.answer
-    (['bilevel', 'l1_grid', 'l2', 'l2_grid'], 'l1_grid')
+    (['bilevel', 'l1_grid', 'l2', 'l2_grid'], 'bilevel')
     """
     if not isinstance(task, Task):
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Regularisation().")

@@ -7,9 +7,10 @@ are. So x_i holds how much client i uses the head of every client k, and y = (b,
     head of client i:  sum_k w_ik h_k,    w_i = softmax(a_i + x_i)
     g_i(x_i, y) = CE(b, sum_k w_ik h_k; train_i) + decay/2 |y|^2      f_i(x_i, y) = CE(...; val_i) + penalty/2 |x_i|^2
 
-a_ik is minus the mean loss of client i's training samples with the head of client k at the start, so
-that a client begins with its own head and with heads that also suit it. Then samples that no head was
-fitted to say which heads serve the client, and heads learn from all clients that use them.
+a_ik is minus half of the mean loss of client i's training samples with the head of client k at the start,
+so that a client begins with heads that suit it. Its own head was fitted to these samples and counts like
+the best other. Then validation samples, to which no head was fitted, say which heads serve the client,
+and heads learn from all clients that use them.
 
 Cost: y has m heads instead of one. The heads leave their clients, unlike those of FedRep.
 """
@@ -33,6 +34,7 @@ _WEIGHTS = "weights"
 _DECAY = 1e-3
 _PENALTY = 5e-4
 _WORST = 6.0  # largest mean loss that counts: other heads are all alike
+_SHARPNESS = 0.5  # of weights at the start: sharper weights share less
 
 
 def shared_heads(
@@ -64,21 +66,28 @@ def shared_heads(
             role: lambda x, y, batch, count=count: count({}, whole(x, y, batch), batch)
             for role, count in shared.statistics.items()
         },
-        "clients": [weighted(one, affinity(shared, one, body, heads)) for one in clients],
+        "clients": [weighted(one, affinity(shared, one, body, heads, i)) for i, one in enumerate(clients)],
         "refits": refits,
     }
 
 
 @torch.no_grad()
 def affinity(
-    shared: Problem, client: Holdings, body: Mapping[str, Tensor], heads: Sequence[Mapping[str, Tensor]]
+    shared: Problem, client: Holdings, body: Mapping[str, Tensor], heads: Sequence[Mapping[str, Tensor]], own: int
 ) -> np.ndarray:
-    """Return minus the mean loss of a client's training samples with every head, at most zero at the best."""
+    """Return the logarithms of a client's weights of all heads at the start, zero at the largest.
+
+    own: the place of its own head.
+    """
     dtype = next(iter(body.values())).dtype
     batch = {name: torch.as_tensor(value) for name, value in client["train"].items()}
     batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
     losses = np.array([float(shared.upper({}, {**body, **_on_cpu(head)}, batch).mean()) for head in heads])
-    return losses.min() - np.nan_to_num(losses, nan=_WORST).clip(max=max(_WORST, losses.min()))
+    losses = np.nan_to_num(losses, nan=_WORST).clip(max=_WORST)
+    if len(heads) > 1:
+        losses[own] = np.delete(losses, own).min()
+    found: np.ndarray = _SHARPNESS * (losses.min() - losses)
+    return found
 
 
 def weighted(client: Holdings, logs: np.ndarray) -> Holdings:
