@@ -148,7 +148,10 @@ class LabelEM(Folds):
         else:
             if self.reads == "probabilities" or float(state.learned) == CLOSED:
                 return state
-            state = self._stepped(fed, self.by_folds(fed, state))
+            state = self.by_folds(fed, state)
+            if float(state.learned) == CLOSED:
+                return state  # the present posteriors stay
+            state = self._stepped(fed, state)
         last = fed.mean(
             self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **state.units
         )
