@@ -41,7 +41,7 @@ algorithm", Applied Statistics 1979, for q and T. The scores are own work.
 
 Deviations: (1) The classifier of the first outer iterations is a ridge regression with a softmax of
 heat b, not a fitted likelihood, because its leave-one-out scores are exact and need sums only. (2)
-The prior of T adds `prior` samples to every entry.
+The prior of T adds `prior` samples to every entry; one whole sample would be noise by itself.
 
 Bias: errors of the classifier that depend on the class are counted as noise in T, so EM flags too
 many labels where features are weak. The guard and the cut at a false-discovery rate exist for this
@@ -83,7 +83,7 @@ class LabelEM(Folds):
     num_refinements: int = setting(2, "outer iterations with scores of logistic classifiers, after these", least=0)
     num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)
     tolerance: float = setting(0.002, "change of the entries of T at which these steps end", above=0)
-    prior: float = setting(1.0, "samples that the prior adds to every entry of T", above=0)
+    prior: float = setting(0.1, "samples that the prior adds to every entry of T", above=0)
     transition: Literal["shared", "own"] = setting(
         "shared", "one matrix T for all clients, or one for each client, which never travels"
     )
@@ -148,7 +148,10 @@ class LabelEM(Folds):
         else:
             if self.reads == "probabilities" or float(state.learned) == CLOSED:
                 return state
-            state = self._stepped(fed, self.by_folds(fed, state))
+            state = self.by_folds(fed, state)
+            if float(state.learned) == CLOSED:
+                return state  # the present posteriors stay
+            state = self._stepped(fed, state)
         last = fed.mean(
             self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **state.units
         )
