@@ -26,19 +26,22 @@ ABOUT = """Outer iterations of FBO-AggITD (N = 1) on random images of 784 pixels
 validation per client, with a network of 100 hidden units, 5 local steps and a cohort of 100 where nothing else is
 said; seconds are per round. Each size is run in a process of its own. Peak memory is what the run adds to the
 process: on a CPU the growth of its largest resident size, on CUDA the most that was allocated; `data` is the size
-of the clients' arrays, of which the library keeps a copy. Clients: the ratio is to 100 clients; aims: at 10,000 at
+of the clients' arrays, of which the library keeps a copy. The parameters of both levels are counted, with four
+clients. Clients: the ratio is to 100 clients; aims: at 10,000 at
 most 1.2 times the time, and at most 1.5 times the memory of 100 clients plus the data. Elsewhere the ratio is to
 growth in proportion from the smallest size: below one is better than that."""
 
 HEADINGS = {"floor_seconds": "reference, s", "ratio": "x reference", "memory_ratio": "memory, x reference"}
 BASE = {"clients": 100, "cohort": 100, "hidden": 100, "steps": 5}
 PANELS = {
-    "clients": ("clients, cohort of 100", [10, 100, 1000, 10_000]),
+    "clients": ("clients, cohort of 100", [10, 100, 1000, 10_000, 100_000]),
     "cohort": ("cohort, of 1000 clients", [10, 30, 100, 300, 1000]),
     "hidden": ("hidden units", [50, 100, 200, 400, 800]),
     "steps": ("local steps", [1, 5, 10, 20, 40]),
+    "parameters": ("parameters, 4 clients", [10**6, 10**7, 10**8]),
 }
-SMALL = {"clients": [2, 4], "cohort": [1, 2], "hidden": [2, 4], "steps": [1, 2]}
+SMALL = {"clients": [2, 4], "cohort": [1, 2], "hidden": [2, 4], "steps": [1, 2], "parameters": [100, 200]}
+PIXELS, FEW_PIXELS, CLASSES = 784, 16, 10
 
 _STATUS = Path("/proc/self/status")
 
@@ -49,11 +52,13 @@ def rows(setup: Setup) -> list[Row]:
         if setup.cases and panel not in setup.cases:
             continue
         mine: list[Row] = []
-        more = [100_000] if panel == "clients" and setup.cuda else []  # a GPU has the memory, and the time
-        for size in SMALL[panel] if setup.small else [*sizes, *more]:
+        for size in SMALL[panel] if setup.small else sizes:
             asked = {**BASE, **({"clients": 1000} if panel == "cohort" else {}), panel: size}
             if setup.small:
                 asked = {"clients": 4, "cohort": 2, "hidden": 4, "steps": 1, panel: size}
+            if panel == "parameters":
+                pixels = FEW_PIXELS if setup.small else PIXELS
+                asked |= {"clients": 4, "hidden": -(-asked.pop(panel) // (pixels + CLASSES))}
             asked["cohort"] = min(asked["cohort"], asked["clients"])
             got = (measure if setup.small else in_a_process)(
                 {
@@ -99,8 +104,9 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     """One size, in this process."""
     torch.set_num_threads(asked["threads"])
     setup = Setup(device=asked["device"], threads=asked["threads"], rounds=asked["rounds"], small=asked["small"])
-    pixels = 16 if setup.small else 784
-    _Running(setup, {"clients": 2, "cohort": 2, "hidden": 4, "steps": 1}, 16).advance()  # loads code on first use
+    pixels = FEW_PIXELS if setup.small else PIXELS
+    tiny = {"clients": 2, "cohort": 2, "hidden": 4, "steps": 1}
+    _Running(setup, tiny, FEW_PIXELS).advance()  # loads code on first use
     built = random(asked["clients"], 4, 2, pixels=pixels, hidden=asked["hidden"])
     num_bytes = sum(value.nbytes for client in built.clients for role in client.values() for value in role.values())
     before = _start(setup)
@@ -180,8 +186,10 @@ def draw(found: list[Row], path: Path) -> str:
     from matplotlib.ticker import NullFormatter, NullLocator, ScalarFormatter
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(10.5, 7.2), dpi=130, layout="constrained")
-    for axes, (label, _) in zip(figure.subplots(2, 2).flat, PANELS.values(), strict=True):
+    figure = Figure(figsize=(10.5, 10.6), dpi=130, layout="constrained")
+    *places, last = figure.subplots(3, 2).flat
+    last.set_axis_off()
+    for axes, (label, _) in zip(places, PANELS.values(), strict=True):
         mine = [row for row in found if row["name"] == label]
         sizes = [row["size"] for row in mine]
         beside = axes.twinx()

@@ -21,6 +21,7 @@ from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines.rounds import expect, one_round
+from fedbilevel.engines.server_graphs import ServerIterations
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation.algorithm import Cohort
 
@@ -108,6 +109,8 @@ class Case:
         fed.host.oracle.often = dict.fromkeys(
             fed.host.oracle.often, 2
         )  # traced early, so that the loop need not go through sixty iterations with it
+        if fed.graphs is not None:
+            fed.graphs.times = ServerIterations.times  # the same for whole outer iterations
         state, following = [self.algorithm.init(fed)], iter(iterations)
 
         def advance() -> None:

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.addressed import NotCapturable
-from fedbilevel.engines.recording import Operation, Recording, Region, mapped
+from fedbilevel.engines.recording import Operation, Recording, Region, frozen, mapped
 from fedbilevel.oracle.replay import INTO
 from fedbilevel.oracle.tracing import SHAPE_ONLY
 
 _aten = torch.ops.aten
-_MOST = 2**28  # bytes of a plan; with more of them, calls are not what takes the time
+_MOST = 2**27  # bytes of a plan; with more of them, calls are not what takes the time
 _SMALL = 2**12  # entries of a result up to which the overhead of a call counts
 _FLOATS = (torch.float32, torch.float64)
 _EXACT = {
@@ -52,9 +52,9 @@ class FlatPlan:
         if self._changed & self._outer.keys() - self._live:
             raise NotCapturable("it changes tensors that are not its own")
         self._memory: dict[int, torch.UntypedStorage] = dict(self._outer)  # by storage, as far as it is known
-        self._constant = self._outer.keys() - self._live
+        self._constant = set(self._outer.keys() - self._live)
         self._same: dict[int, int] = {}  # storages with the content of an earlier one
-        self._bytes = 0
+        self.num_bytes = 0
         steps = self._simplified(recording.operations)
         wanted = {name: self._now(one) for name, one in wanted.items()}
         ends = {one.storage for one in wanted.values()} | self._live
@@ -65,8 +65,9 @@ class FlatPlan:
         self._read = {self._memory[one.storage].data_ptr() for step in steps for one in step.reads}
 
     def __call__(self) -> None:
-        for call in self._calls:
-            call()
+        with np.errstate(all="ignore"):  # values that are not finite are looked for afterwards
+            for call in self._calls:
+                call()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -86,19 +87,19 @@ class FlatPlan:
             known = step.function in SHAPE_ONLY or all(one.storage in self._constant for one in step.reads)
             if step.reads_values and not known:
                 raise NotCapturable(f"{step.function} reads values that change")
-            if known and not step.writes & self._changed and not step.changes:
-                self._compute(step)
-                continue
             steady = not step.changes and not ({one.storage for one in step.reads} | step.writes) & self._changed
             if steady and (source := self._copied(step)) is not None:
                 self._same[step.results[0].storage] = source.storage
                 continue
             if steady:
-                key = repr((step.function, step.args, step.kwargs))
-                if (first := seen.setdefault(key, step)) is not step:
+                first = seen.setdefault((step.function, frozen(step.args), frozen(step.kwargs)), step)
+                if first is not step:
                     for mine, theirs in zip(step.results, first.results, strict=True):
                         self._same[mine.storage] = theirs.storage
                     continue
+            if steady and known:
+                self._compute(step)
+                continue
             kept.append(step)
         return kept
 
@@ -112,7 +113,7 @@ class FlatPlan:
         found = step.function(*mapped(step.args, at), **mapped(step.kwargs, at))
         made = [found] if isinstance(found, Tensor) else [one for one in found if isinstance(one, Tensor)]
         for region, value in zip(step.results, made, strict=True):
-            self._constant = self._constant | {region.storage}
+            self._constant.add(region.storage)
             self._memory[region.storage] = value.untyped_storage()
             self._count(value.untyped_storage().nbytes())
 
@@ -154,7 +155,7 @@ class FlatPlan:
         last |= dict.fromkeys(ends, len(steps))
         free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         for place, step in enumerate(steps):
-            for one in sorted(self._touched(step) - self._memory.keys()):
+            for one in sorted(one for one in self._touched(step) if one not in self._memory):
                 size = self._sizes[one]
                 if not free[size]:
                     self._count(size)
@@ -169,8 +170,8 @@ class FlatPlan:
         return {one.storage for one in (*step.reads, *step.results)}
 
     def _count(self, size: int) -> None:
-        self._bytes += size
-        if self._bytes > _MOST:
+        self.num_bytes += size
+        if self.num_bytes > _MOST:
             raise NotCapturable(f"its plan needs more than {_MOST >> 20} MiB")
 
     def _tensor(self, region: Region) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedbilevel.engines.addressed import Addressed, Partly, Whereabouts
+from fedbilevel.engines.addressed import Addressed, NotCapturable, Partly, Whereabouts
 from fedbilevel.engines.arenas import Arena, Setting, Traced
 from fedbilevel.engines.flat_plans import planned
 from fedbilevel.engines.launches import Launched
@@ -48,8 +48,9 @@ class PlannedIterations(ServerIterations):
 
     def _excluded(self) -> str:
         held = (self.host.data, *self.host.parts.values())
-        alike = all(data.alike(role) for data in held for role in data.sizes)
-        other = "" if self.steady or alike else "cohorts change, and clients have unequal numbers of samples"
+        alike = self.steady or all(data.alike(role) for data in held for role in data.sizes)
+        by_cohort = self.fed.problem.features is not None and not alike
+        other = "cohorts change, and features belong to clients with unequal numbers of samples" if by_cohort else ""
         return super()._excluded() or other
 
     def _members(self) -> Members:
@@ -61,10 +62,8 @@ class PlannedIterations(ServerIterations):
     def _rooms_of(self, cohorts: list[Members]) -> tuple[Any, ...]:
         """Return the numbers of samples to which the usual computation pads."""
         if self._all_rooms is None:
-            held, first = (self.host.data, *self.host.parts.values()), cohorts[0].positions
-            self._all_rooms = tuple(
-                tuple((role, int(sizes[first].max())) for role, sizes in data.sizes.items()) for data in held
-            )
+            held = (self.host.data, *self.host.parts.values())
+            self._all_rooms = tuple(tuple((role, data.largest(role)) for role in data.sizes) for data in held)
         return self._all_rooms
 
     def _bought(self, walk: Any, place: int, asked: Mapping[str, int]) -> list[str]:
@@ -112,6 +111,12 @@ class PlannedServer(TracedServer):
         if not self.setting.steady:
             super()._leave()
 
+    def scratch_rows(self, value: Any) -> Any:
+        """Return rows as the store of a cohort returns them: views of one vector become rows, and round alike."""
+        if isinstance(value, tuple):
+            return tuple(map(self.scratch_rows, value))
+        return value if len(value) == len(self.host) else value.contiguous()
+
     def _clients(self, shares: Tensor | None, bill: Bill, partly: list[Partly]) -> Addressed:
         where = Whereabouts(*self._place.where, self._number, self._call)
         return Drawn(self, where, shares, bill, partly)
@@ -136,6 +141,12 @@ class Drawn(Addressed):
             return draw(Clients(host, walk.cohorts[cohort].positions, walk.iteration, call)).reshape(-1)
 
         return self._setting.ints.take(self._setting.walk, make).view(len(self), *shape)
+
+    def batch_size(self, role: str, *, outside: bool = False) -> int | None:
+        size = super().batch_size(role, outside=outside)
+        if size is None and not self.host.data_of(role).alike(role) and not self._setting.steady:
+            raise NotCapturable("cohorts change, and it uses all samples of clients with unequal numbers of samples")
+        return size
 
     def draw(self, purpose: str, high: int, *, step: int = 0) -> Tensor:
         return self._drawn(lambda clients: clients.draw(purpose, high, step=step))

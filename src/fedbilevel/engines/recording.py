@@ -6,7 +6,7 @@ identified by its storage, and results that the function drops are freed while i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fedbilevel.engines.addressed import NotCapturable
 
@@ -85,11 +84,14 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotCapturable(f"{func} draws random numbers")
-        given = tree_map(self._read, (args, kwargs))
+        given = mapped((args, kwargs), self.region, Tensor)
         result = func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:  # another shape of the same memory
             return result
-        operation = Operation(func, *given, tree_map(self._made, result))
+        fresh = func._schema.is_mutable or not isinstance(result, Tensor)
+        if not fresh and result.untyped_storage()._cdata in self._numbers:
+            return result  # a view
+        operation = Operation(func, *given, mapped(result, self._made, Tensor))
         if operation.writes or operation.reads_values:
             self.operations.append(operation)
         return result
@@ -101,12 +103,7 @@ class Recording(TorchDispatchMode):
             self.outer[self._number(storage)] = storage
         return self._region(tensor)
 
-    def _read(self, value: Any) -> Any:
-        return self.region(value) if isinstance(value, Tensor) else value
-
-    def _made(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def _made(self, value: Tensor) -> Region:
         if value.is_conj() or value.is_neg() or value.layout != torch.strided or value.device.type != "cpu":
             raise NotCapturable("it uses tensors that are not plain memory of the processor")
         if value.untyped_storage()._cdata not in self._numbers:
@@ -125,18 +122,28 @@ class Recording(TorchDispatchMode):
 
 
 def regions(values: Any) -> list[Region]:
-    return [one for one in tree_leaves(values, is_leaf=_is_region) if isinstance(one, Region)]
+    found: list[Region] = []
+    mapped(values, found.append)
+    return found
 
 
-def mapped(values: Any, change: Callable[[Region], Any]) -> Any:
-    """Return nested arguments with every region replaced."""
-    return tree_map(lambda one: change(one) if isinstance(one, Region) else one, values, is_leaf=_is_region)
+def mapped(values: Any, change: Callable[[Any], Any], kind: type = Region) -> Any:
+    """Return nested arguments with every region, or every value of another kind, replaced."""
+    if isinstance(values, kind):
+        return change(values)
+    if isinstance(values, list | tuple):
+        return type(values)([mapped(one, change, kind) for one in values])
+    if isinstance(values, dict):
+        return {name: mapped(one, change, kind) for name, one in values.items()}
+    return values
 
 
-def storages(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the addresses of storages."""
-    return {one.untyped_storage()._cdata for one in tensors}
-
-
-def _is_region(value: Any) -> bool:
-    return isinstance(value, Region)
+def frozen(values: Any) -> Any:
+    """Return nested arguments as something that can be compared fast; numbers of different types differ."""
+    if isinstance(values, Region):
+        return values
+    if isinstance(values, list | tuple):
+        return tuple([frozen(one) for one in values])
+    if isinstance(values, dict):
+        return tuple([(name, frozen(one)) for name, one in values.items()])
+    return type(values), repr(values) if isinstance(values, float) else values

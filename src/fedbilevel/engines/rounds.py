@@ -1,4 +1,4 @@
-"""Outer iterations of an engine, and why they ran without CUDA graphs."""
+"""Outer iterations of an engine, and why they were not replayed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def refusals(fed: Any) -> dict[str, str]:
-    """Return why phases, or whole outer iterations, run without CUDA graphs; nothing without a GPU."""
+    """Return why whole outer iterations, or phases on a GPU, are not replayed."""
     captures = getattr(getattr(fed, "host", None), "captures", None)
     return {} if captures is None else dict(captures.refused)
 
 
 def one_round(fed: Any, algorithm: Any, state: Any) -> Any:
-    """Run one outer iteration, as a CUDA graph if the engine has graphs of outer iterations."""
+    """Run one outer iteration, replayed if the engine replays outer iterations."""
     graphs = getattr(fed, "graphs", None)
     return algorithm.round(fed, state) if graphs is None else graphs.round(algorithm, state)
 

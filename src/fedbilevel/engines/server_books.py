@@ -239,10 +239,8 @@ class Book:
         held[:, 1:] = asked
         np.logical_or.accumulate(held, axis=1, out=held)
         asked &= ~held[:, :-1]
-        times, num = (
-            np.count_nonzero(asked, axis=2),
-            slice(None) if fed._in_order and not few else fed.ids.numpy()[some],
-        )
+        times = np.count_nonzero(asked, axis=2)
+        num = slice(None) if fed._in_order and not few else fed.ids.numpy()[some]
         sums = {phase: dict[str, int]() for phase in self._phases}
         once = []
         for column, each in self._each.items():

@@ -78,7 +78,7 @@ class _Scratch:
         cohort, value = self._kept.get(name, (self._server.cohort, default))
         if cohort != self._server.cohort:
             raise NotCapturable("it reads scratch of another cohort")
-        return value
+        return self._server.scratch_rows(value)
 
     def write(self, **values: Any) -> None:
         self._kept.update({name: (self._server.cohort, value) for name, value in values.items()})
@@ -275,6 +275,10 @@ class TracedServer:
     def _by_client(self, rows: Tensor) -> Tensor:
         order = self.setting.ints.take(self.setting.walk, lambda walk: self.fed.place_of)
         return rows[order]
+
+    def scratch_rows(self, value: Any) -> Any:
+        """Return rows of scratch as a phase sees them."""
+        return value
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class Host(Population):
         self.before_derivative: Callable[[], None] | None = None  # raises an error when a limit is reached
         self._features: dict[tuple[str, int], Tensor] = {}  # by role and position
         self.noise: ExampleNoise | None = None  # an engine puts example-level privacy here
-        self.captures: Any = None  # an engine on a GPU puts `cuda_graphs.Captures` here
+        self.captures: Any = None  # an engine puts `cuda_graphs.Captures` here, or without a GPU `planned.Refusals`
         self._fits: int | None = None
         if self.at_once is not None:
             self.limit_clients(self.at_once)

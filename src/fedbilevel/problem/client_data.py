@@ -206,8 +206,7 @@ class ClientData:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             raise ProblemError(f"client {client} has {role}/{name} as an array of Python objects: give numbers.")
         try:
-            # an array is copied: views may have negative strides or be read-only
-            tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+            tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(_plain(value))
         except (TypeError, ValueError) as error:
             reason = str(error).split(". ", 1)[0].rstrip(".")  # the rest concerns numpy
             raise ProblemError(
@@ -378,3 +377,9 @@ class ClientData:
         return Batch(
             role, Gathered(self.fields[role], flat, ready), counts, self, positions, None, width if equal else None
         )
+
+
+def _plain(value: Any) -> np.ndarray:
+    """Return an array that torch can read; joining clients copies it."""
+    kept = isinstance(value, np.ndarray) and value.flags.writeable and value.flags.aligned and value.dtype.isnative
+    return value if kept and all(stride >= 0 for stride in value.strides) else np.array(value)

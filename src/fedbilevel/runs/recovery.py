@@ -157,7 +157,9 @@ def out_of_range(iteration: int) -> NonFiniteError:
 def check_finite(fed: Engine, state: Any, iteration: int) -> None:
     """Raise an error that names the owner of a value that is not finite."""
     for name, value in state._asdict().items():
-        if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
+        if not isinstance(value, Tensor) or math.isfinite(value.sum(dtype=torch.float64).item()):
+            continue  # a sum is not finite if an entry is not
+        if not bool(torch.isfinite(value).all()):
             whose = "the server's"
             if value.ndim > 1:
                 whose = f"client {fed.client_of(int((~torch.isfinite(value)).any(1).nonzero()[0]))}'s"

@@ -70,7 +70,7 @@ class Result:
     ending: how the run ended, and why. A run that failed returns its best state.
     baseline: comparison with y trained at a fixed x on data that no run used, if requested.
     returned: the outer iteration of x and y, if they are the best state of a run that failed.
-    uncaptured: on a GPU, why the outer iteration or a phase ran without CUDA graphs, by name.
+    uncaptured: why the outer iteration, or on a GPU a phase, was not replayed, by name.
     """
 
     x: Any
