@@ -149,7 +149,7 @@ def main(words: Sequence[str] | None = None) -> int:
         body = found.get("skipped") or results.table(found["rows"], found.get("headings", {}))
         print(f"\n{found['title']} ({one})\n{found['about']}\n\n{body}", flush=True)
         if given.save is not None:
-            if one == "growth" and "rows" in found:
+            if one == "growth" and "rows" in found and not given.cases:
                 from benchmarks.growth import draw
 
                 found["picture"] = draw(found["rows"], given.folder / f"growth-{name}.png")

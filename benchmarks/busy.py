@@ -159,7 +159,7 @@ def _row(case: _Case, setup: Setup) -> Row:
     wall = statistics.median(seconds_of(partial(run.advance, few), setup) / few for _ in range(_TIMED))
     single = statistics.median(seconds_of(run.advance, setup) for _ in range(_SINGLES))
     busy, kernels, launches = _profiled(partial(run.advance, few), few, setup)
-    spans = [one.longer.span for one in graphs._kept.values() if one.longer is not None and not one.is_alone]
+    spans = [span for one in graphs._kept.values() if not one.is_alone for span in one.longer]
     return {
         "name": case.name,
         "what": case.what,

@@ -103,7 +103,8 @@ def test_outer_iterations_launched_before_the_first_is_finished(name, span, monk
         for column, paid in plain.ledger.columns.items():
             assert torch.equal(fed.ledger.columns[column], paid), column
         assert not fed.host.captures.refused
-        assert {one.span for one in pairs(fed.graphs)} == ({span} if span > 1 and name != "fednest" else set())
+        spans = [one.span for one in pairs(fed.graphs)]
+        assert max(spans, default=1) == (1 if name == "fednest" else span)
 
 
 def test_a_long_run_compiles_its_derivatives():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,8 @@ class Graph:
 
     same: values of the new state that are inputs, by the place of the input.
     span: number of outer iterations.
-    longer: graph of this outer iteration and the next ones, if it has been recorded.
-    is_alone: whether such a graph is of no use.
+    longer: graphs of this outer iteration and the next ones, by their number.
+    is_alone: whether such graphs are of no use.
     """
 
     traced: Traced
@@ -43,7 +43,7 @@ class Graph:
     same: dict[str, int]
     span: int = 1
     on_trial: bool = True
-    longer: Graph | None = None
+    longer: dict[int, Graph] = field(default_factory=dict)
     is_alone: bool = False
 
     @property

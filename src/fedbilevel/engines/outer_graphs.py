@@ -171,12 +171,12 @@ class Iterations(OuterCapture):
         """
         graph, fed, span = found.graph, self.fed, 1
         cost, work = self._cost(graph.traced.script)
-        while span < _SPAN and span * work < _WORK:
-            span *= 2
-        if graph.is_alone or span == 1 or self.replayed < _PAYS * span:
-            return None
         first, moving = fed.iteration, found.keys[0] not in self._kept
-        if not all(more(first + i, rounds + i * cost, rounds + (i + 1) * cost) for i in range(span - 1)):
+        goes_on = lambda i: more(first + i, rounds + i * cost, rounds + (i + 1) * cost)
+        most = min(_SPAN, self.replayed // _PAYS)
+        while 2 * span <= most and span * work < _WORK and all(goes_on(i) for i in range(span - 1, 2 * span - 1)):
+            span *= 2
+        if graph.is_alone or span == 1:
             return None
         walks, facts = [found.walk], found.keys[1][1]
         for iteration in range(first + 1, first + span):
@@ -191,14 +191,13 @@ class Iterations(OuterCapture):
         try:
             if walk is None:
                 raise NotCapturable("the next outer iterations are unlike this one")
-            if graph.longer is None or graph.longer.traced.moved():
-                graph.longer = self._capture(state, walk, moving)
+            if span not in graph.longer or graph.longer[span].traced.moved():
+                graph.longer[span] = self._capture(state, walk, moving)
         except _FAILURES:
             graph.is_alone = True
             fed.begin(first, walks[0].algorithms[0])
             return None
-        graph.is_alone = graph.longer.on_trial  # until it has been tried
-        return graph.longer, walk
+        return graph.longer[span], walk
 
     def _slowly(self, algorithm: Any, state: Any, found: _Found | None, graph: Graph | None, walk: Any) -> Any:
         """Run an outer iteration without a graph or beside one, and record it if it is the third of its kind."""

@@ -122,7 +122,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         record: a folder for the configuration, measurements, checkpoints and the solution.
         resume: continue from the last checkpoint in that folder.
         checkpoint_every: outer iterations between checkpoints.
-        callbacks: functions of a `Progress`, called after every outer iteration; a callback that
+        callbacks: functions of a `Progress`, called after every outer iteration (with an attribute
+            `skips = True`, after some of them where a GPU runs several at once); a callback that
             returns True stops the run.
         describe: further entries of the recorded configuration, as plain JSON values.
         run_file: the run as TOML text, kept in the record.
