@@ -135,7 +135,7 @@ class Drawn(Addressed):
 
     def _drawn(self, draw: Callable[[Clients], Tensor], *shape: int) -> Tensor:
         """Return what these clients draw as usual."""
-        host, cohort, call = self.host, self._cohort, self._where.call
+        host, cohort, call = self.host, self._cohort, int(self._where.call)
 
         def make(walk: Walk) -> Tensor:
             return draw(Clients(host, walk.cohorts[cohort].positions, walk.iteration, call)).reshape(-1)

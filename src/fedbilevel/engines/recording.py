@@ -28,7 +28,7 @@ class Region(NamedTuple):
     dtype: torch.dtype
 
     def at(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.strides)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.strides)
 
 
 @dataclass(eq=False)
@@ -84,14 +84,14 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotCapturable(f"{func} draws random numbers")
-        given = mapped((args, kwargs), self.region, Tensor)
+        places, names = mapped((args, kwargs), self.region, Tensor)
         result = func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:  # another shape of the same memory
             return result
         fresh = func._schema.is_mutable or not isinstance(result, Tensor)
         if not fresh and result.untyped_storage()._cdata in self._numbers:
             return result  # a view
-        operation = Operation(func, *given, mapped(result, self._made, Tensor))
+        operation = Operation(func, places, names, mapped(result, self._made, Tensor))
         if operation.writes or operation.reads_values:
             self.operations.append(operation)
         return result
@@ -118,7 +118,7 @@ class Recording(TorchDispatchMode):
 
     def _region(self, tensor: Tensor) -> Region:
         number = self._numbers[tensor.untyped_storage()._cdata]
-        return Region(number, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return Region(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 def regions(values: Any) -> list[Region]:
