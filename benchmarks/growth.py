@@ -105,8 +105,9 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(asked["threads"])
     setup = Setup(device=asked["device"], threads=asked["threads"], rounds=asked["rounds"], small=asked["small"])
     pixels = FEW_PIXELS if setup.small else PIXELS
-    tiny = {"clients": 2, "cohort": 2, "hidden": 4, "steps": 1}
-    _Running(setup, tiny, FEW_PIXELS).advance()  # loads code on first use
+    _Running(
+        setup, {"clients": 2, "cohort": 2, "hidden": 4, "steps": 1}, FEW_PIXELS
+    ).advance()  # loads code on first use
     built = random(asked["clients"], 4, 2, pixels=pixels, hidden=asked["hidden"])
     num_bytes = sum(value.nbytes for client in built.clients for role in client.values() for value in role.values())
     before = _start(setup)
