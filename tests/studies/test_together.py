@@ -1,0 +1,36 @@
+"""Rows that come from one guarded run: computed once, and the same as those of runs of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.studies import together
+from fedbilevel.studies.rivals import run_rival
+
+TASK = fb.tasks.Regularisation(num_train=10, num_val=8, num_test=30, parametrisation="sigmoid")
+
+
+def test_rows_are_computed_once_and_equal_those_of_single_runs(tmp_path, monkeypatch):
+    names, place = ["l2", "l2_grid"], together.address(TASK, num_rounds=5)
+    rows = together.choices(TASK, tmp_path, place, rivals=names, num_rounds=5, seed=2)
+    found = fb.guarded(TASK, num_rounds=5, rivals=names, seed=2)
+    plain = fb.guarded(TASK, num_rounds=5, rivals=names, seed=2, bilevel=False)
+    assert rows["guarded"]["test_loss"] == found.figures["test_loss"]
+    assert rows["blended"]["test_loss"] == plain.figures["test_loss"]
+    assert rows["started"]["test_loss"] == found.contenders["bilevel"].figures["test_loss"]
+    alone = run_rival(TASK.rivals()["l2_grid"], num_rounds=5, seed=2)
+    assert (rows["l2_grid"]["test_loss"], rows["l2_grid"]["rounds"]) == (alone.figures["test_loss"], 40)
+    # l2 has no start, and bilevel runs and refits on all samples and in two folds
+    assert rows["started"]["rounds"] == rows["guarded"]["rounds"] - 5 * 3
+    monkeypatch.setattr(together, "guarded", None)  # not called again
+    assert together.choices(TASK, tmp_path, place, rivals=["l2"], num_rounds=5, seed=2) == rows
+    assert together.known(tmp_path, place) == rows
+    with pytest.raises(TypeError):
+        together.choices(TASK, tmp_path, place, rivals=["l1_grid"], num_rounds=5, seed=2)
+
+
+def test_another_task_or_option_has_another_address():
+    first = together.address(TASK, num_rounds=5)
+    assert first == together.address(TASK, num_rounds=5)
+    assert len({first, together.address(TASK.repeated(1), num_rounds=5), together.address(TASK, num_rounds=6)}) == 3
