@@ -210,7 +210,8 @@ class Iterations:
         new, outputs = self._outputs(graph, given)
         booked = self._book(graph.traced.script, walk, dict(enumerate(given)), outputs)  # while the device computes
         flags = graph.traced.results["flags"].cpu()
-        graph.partly.pay(flags[1:], lambda where: self._payers(where, walk))
+        if graph.traced.partly:
+            graph.partly.pay(flags[1:], lambda where: self._payers(where, walk))
         self._settle(graph.traced.script, graph.traced.results)
         if not bool(flags[0]):
             return self._run_again(graph, algorithm, state, before)

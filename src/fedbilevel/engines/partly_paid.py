@@ -42,8 +42,6 @@ class PartlyPaid:
 
         payers: function that returns the phase and the positions of the clients of a place.
         """
-        if not self._groups:
-            return
         found, host = flags.numpy(), self._host
         for where, group in self._groups.items():
             phase, positions = payers(where)
