@@ -52,6 +52,18 @@ def test_a_bound_is_met_by_every_record_or_not_met():
     assert judged(both, figure="f1", rows=["ours"], panels=["p"], least=0.955)[0].word == "met"
 
 
+def test_a_smaller_figure_can_be_better_than_another_row():
+    both = {"p": {"ours": record(f1=1.60), "theirs": record(f1=1.59)}}
+    goal = {"figure": "f1", "rows": ["ours"], "panels": ["p"], "than": "theirs", "lower": True}
+    assert judged(both, **goal)[0].word == "not met"
+    assert judged(both, **goal, within=0.005)[0].word == "not met"
+    assert judged(both, **goal, within=0.01)[0].word == "met"
+    both["p"]["ours"] = record(f1=1.58)
+    assert judged(both, **goal)[0].word == "met"
+    both["p"]["ours"] = record(f1=1.59)
+    assert judged(both, **goal)[0].word == "not met"
+
+
 def test_a_goal_without_a_record_is_open():
     one = {"p": {"ours": record(f1=0.96)}}
     found, table = judged(one, figure="f1", rows=["ours"], least=0.95)

@@ -58,12 +58,14 @@ class Tuned(NamedTuple):
     """What the runs on all samples chose: the rivals and their labels, and the rival to start from.
 
     bilevel: whether there is a bilevel run.
+    learn: whether it learns x; False: only y is trained, which shows what learning x adds to its start.
     """
 
     names: Sequence[str] | None = None
     labels: Mapping[str, str] = MappingProxyType({})
     first: str | None = None
     bilevel: bool = True
+    learn: bool = True
 
 
 def contest(task: Task, options: Mapping[str, Any], paid: Costs, tuned: Tuned) -> tuple[dict[str, Contender], Tuned]:
@@ -89,12 +91,21 @@ def contest(task: Task, options: Mapping[str, Any], paid: Costs, tuned: Tuned) -
         if first in found and (start := plans[first].start) is not None:
             # a network that has learned validation samples by heart would leave nothing to judge by them
             fields = start(good[first].chosen, good[first].unseen or found[first].result)
-        begun, runs = time.process_time(), _bilevel(task, fields, options)
+        begun, runs = time.process_time(), _bilevel(task, fields, options, {} if tuned.learn else {"learn_x": False})
         for _, _, one in runs.values():
             _pay(paid, BILEVEL, one.final, begun)
             begun = time.process_time()
         found |= {name: Contender(own, some, one, _figures(one)) for name, (own, some, one) in runs.items()}
-    return found, Tuned(list(good), {name: one.chosen for name, one in good.items()}, first, tuned.bilevel)
+    return found, Tuned(list(good), {name: one.chosen for name, one in good.items()}, first, tuned.bilevel, tuned.learn)
+
+
+def unlearned(task: Task, options: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, float]:
+    """Return figures and costs of the last refit of a bilevel run whose x stays where it starts."""
+    paid: Costs = {}
+    found, _ = contest(task, options, paid, Tuned(names, learn=False))
+    last = [name for name in found if name.startswith(BILEVEL)][-1]
+    costs = {name: sum(own[name] for own in paid.values()) for name in (*COSTS, "cpu_seconds")}
+    return {**found[last].figures, **costs}
 
 
 def _plans(task: Task, tuned: Tuned) -> dict[str, Rival]:
@@ -118,15 +129,16 @@ def _pay(paid: Costs, name: str, costs: Mapping[str, Any], begun: float) -> None
 
 
 def _bilevel(
-    task: Task, fields: dict[str, Any], options: Mapping[str, Any]
+    task: Task, fields: dict[str, Any], options: Mapping[str, Any], more: Mapping[str, Any]
 ) -> dict[str, tuple[Problem, Sequence[Holdings], Result]]:
     """Return the bilevel run and its refits, each with its problem and clients.
 
     fields: those of a start (`Rival.start`).
+    more: settings of the algorithm.
     """
     problem, clients = task.build()
     clients, own = fields.pop("clients", clients), fields.pop("refits", None)
-    settings = {**task.suggestions(task.automatic), **fields.pop("settings", {})}
+    settings = {**task.suggestions(task.automatic), **fields.pop("settings", {}), **more}
     problem = dataclasses.replace(problem, **fields)
     try:
         answer = solve(problem, clients, task.automatic, **options, **settings)

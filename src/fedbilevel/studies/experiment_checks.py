@@ -57,6 +57,7 @@ _GOAL = {
     "most": "number",
     "than": "text",
     "than_figure": "text",
+    "lower": "flag",
     "within": "number",
     "pooled": "flag",
 }

@@ -6,6 +6,8 @@
       than                  a row of the same panel: the figure must be above that row's
       than_figure           another figure of the same record, likewise
       within                with `than` or `than_figure`: at most this much below is enough
+      lower                 true, with `than` or `than_figure`: a smaller figure is better, so above
+                            and below change places
       pooled                true: the mean over the runs of all records is bounded, not each record;
                             runs without the figure do not count
 
@@ -86,11 +88,15 @@ def _bound(rows: Mapping[str, Any], mine: Mapping[str, Any], one: Mapping[str, A
     entry = rows.get(one["than"], {}) if "than" in one else mine
     name = one.get("than_figure", one["figure"])
     found = entry.get("figures", {}).get(name, {}).get("mean")
-    return (None, one.get("than", name)) if found is None else (found - one.get("within", 0.0), "")
+    return (
+        (None, one.get("than", name))
+        if found is None
+        else (found + (1 if one.get("lower") else -1) * one.get("within", 0.0), "")
+    )
 
 
 def _case(one: Mapping[str, Any], panel: str, row: str, value: float, bound: float, repetitions: int) -> Case:
-    margin = bound - value if "most" in one else value - bound
+    margin = bound - value if "most" in one or one.get("lower") else value - bound
     strictly = ("than" in one or "than_figure" in one) and "within" not in one
     is_met = margin > 0 if strictly else margin >= -1e-9  # means are recorded with six digits
     return Case(panel, row, value, bound, repetitions, is_met, margin)

@@ -5,8 +5,9 @@ figure      the task's figure by which rows are judged
 num_rounds  rounds of self_tuned, and of every single run of a rival
 method      "self_tuned" (by default), the name of a rival of the task, "guarded" (studies/guarded.py), or
             "started": the bilevel answer of `guarded`, with the costs of the rivals at which it can
-            start; or "blended": the choice of `guarded` without the bilevel answer
-rivals      names of the rivals that take part in "guarded", "started" and "blended"; all by default
+            start; "unlearned": the same start and refit with x fixed; or "blended": the choice of
+            `guarded` without the bilevel answer
+rivals      names of the rivals that take part in these four; all by default
 options     fraction, batch_size, sampling, ... (runs/options.py)
 
 Two tasks have functions of their own, which stand for self_tuned:
@@ -35,6 +36,7 @@ from fedbilevel.errors import ExperimentError, UnknownNameError
 from fedbilevel.runs.options import keywords, torch_device
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies import given
+from fedbilevel.studies.contest import unlearned
 from fedbilevel.studies.influence.orders import orders
 from fedbilevel.studies.influence.plain import NAMES
 from fedbilevel.studies.kinds import cleaning
@@ -54,6 +56,7 @@ KNOWN = {
     "pooled": "table",
     "num_removed": "whole",
 }
+_UNLEARNED = "unlearned"
 _OURS = {"data_cleaning": "label_em", "influence": "cg"}  # what stands for self_tuned
 
 
@@ -96,8 +99,10 @@ def _solved(
         options |= task.suggestions(task.automatic)
         return solve(built.problem, built.clients, task.automatic, num_rounds=rounds, **options).final
     plans = task.rivals()
+    if method == _UNLEARNED:
+        return unlearned(task, {**options, "num_rounds": rounds}, row.get("rivals"))
     if method not in (*CHOICES, *plans):
-        raise UnknownNameError(f"method of {task.name()}", method, ["self_tuned", *CHOICES, *plans])
+        raise UnknownNameError(f"method of {task.name()}", method, ["self_tuned", _UNLEARNED, *CHOICES, *plans])
     place = address(task, num_rounds=rounds, **{name: value for name, value in options.items() if name != "device"})
     if method in CHOICES:
         return choices(task, shared, place, rivals=row.get("rivals"), num_rounds=rounds, **options)[method]
