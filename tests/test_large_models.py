@@ -122,19 +122,20 @@ def test_the_section_saves_after_every_row(tmp_path, monkeypatch):
 
 def test_important_rows_come_first_and_words_choose_cases():
     cases = large_models.cases(Setup(device="cuda"))
-    assert len(set(cases)) == len(cases) == 3 * 2 * 3 * 2 + 2
-    assert [case.name for case in cases[:4]] == [
+    assert len(set(cases)) == len(cases) == 3 * 2 * 3 * 2 + 3
+    assert [case.name for case in cases[:5]] == [
         "100M, 8 clients, penalty 2, bf16",
         "100M, 8 clients, fedbio, bf16",
         "1B, 8 clients, penalty 2, bf16",
+        "1B, 8 clients, fedbio, bf16",
         "1B, 8 clients, penalty 1, bf16",
     ]
-    assert {case.size.name for case in cases[4:13]} == {"100M", "10.9M", "0.9M"}
+    assert {case.size.name for case in cases[5:14]} == {"100M", "10.9M", "0.9M"}
     pairs = large_models._in_order(Setup(device="cuda"))
-    assert len(set(pairs)) == len(pairs) == 36 * len(WAYS) + 2 * (len(WAYS) - 1)
+    assert len(set(pairs)) == len(pairs) == 36 * len(WAYS) + 3 * (len(WAYS) - 1)
     assert all(pairs.index((case, HAND)) < pairs.index((case, TURN)) for case in cases)
-    assert [way for case, way in pairs[:12]] == [HAND, TURN, "auto"] * 4
-    assert [(case.method, way) for case, way in pairs[12:14]] == [("penalty 2", "loop"), ("fedbio", "loop")]
+    assert [way for case, way in pairs[:15]] == [HAND, TURN, "auto"] * 5
+    assert [(case.method, way) for case, way in pairs[15:17]] == [("penalty 2", "loop"), ("fedbio", "loop")]
     some = large_models.cases(Setup(device="cuda", cases=("0.9M", "bf16")))
     assert {(case.size.name, case.precision) for case in some} == {("0.9M", "bf16")}
     assert len(some) == 6
@@ -153,7 +154,7 @@ def test_rows_beyond_the_time_are_named(monkeypatch):
 
     *rows, last = large_models.rows(Setup(device="cuda"), attempt)
     assert limits == [60.0] * 6 + [100.0] * 2 + [60.0, 10.0]
-    assert last["name"] == "140 other rows"
+    assert last["name"] == "143 other rows"
     assert "100M, 8 clients" in last["note"]
     assert [(row["ratio"], row.get("differs")) for row in rows[:2]] == [(1.0, None), (1.5, pytest.approx(0.1))]
     assert [row["aim"] for row in rows if "aim" in row] == ["1.5, 4 rows", "1.5, 6 rows", "runs"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedbilevel.algorithms._gaits import GAITS
 from fedbilevel.algorithms._lower_pacing import (
+    FADING,
     Controls,
     dot,
     equilibrated,
@@ -488,3 +489,10 @@ def test_units_of_the_upper_loss_and_of_x_change_no_decision(scale: float) -> No
     for one, two in zip(plain, scaled, strict=True):
         assert (two.moved, chosen([two])) == (one.moved, chosen([one]))
         assert two.length == pytest.approx(one.length, rel=1e-9)
+
+
+def test_hypergradients_too_small_for_a_cosine_leave_the_length_of_steps():
+    pace = Pace(moved=2, length=5.0, cosine=0.4, loss=1.0, low=0.5, high=2.0, age=4, best=1.0)
+    found = pace.after(0.9, [1.0, 0.6], [1e-24, 4e-24, 0.0, 8.6])
+    assert found.cosine == FADING * 0.4
+    assert math.isfinite(found.length)

@@ -97,3 +97,13 @@ def test_what_a_replay_cannot_repeat_is_refused(function, why):
     x, other = torch.randn(4), torch.zeros(4)
     with pytest.raises(NotCapturable, match=why):
         plan_of(lambda: (function(x, other),), x)
+
+
+def test_results_that_an_operation_leaves_out_are_no_memory():
+    image, kernel = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3, requires_grad=True)
+
+    def function():
+        found = torch.nn.functional.conv2d(image, kernel).square().sum()
+        return (torch.autograd.grad(found, kernel)[0],)  # the backward of a convolution returns no other gradient
+
+    replays(function, image)

@@ -16,7 +16,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.oracle.hypergradient import hypergradient, lower_solution
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.modules import Frozen
-from fedbilevel.studies import guarded
+from fedbilevel.studies import contest
 from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks import gpt
 from fedbilevel.tasks.adapters import Adapters, crossed, public_chain, texts
@@ -250,13 +250,13 @@ def test_texts_of_both_halves_judge_adapters_that_have_not_seen_them():
 
 
 def test_the_guarded_answer_has_both_figures_and_is_never_behind_the_plain_way_on_held_out_texts(monkeypatch):
-    taken, solve = [], guarded.solve
+    taken, solve = [], contest.solve
 
     def watched(problem, clients, algorithm, **given):
         taken.append((algorithm, len(clients), given.get("lr_upper")))
         return solve(problem, clients, algorithm, **given)
 
-    monkeypatch.setattr(guarded, "solve", watched)
+    monkeypatch.setattr(contest, "solve", watched)
     found = fb.guarded(Adapters(**TINY), num_rounds=4, num_folds=2, rivals=["fine_tuned"])
     assert set(found.contenders) == {"fine_tuned", "bilevel"}
     assert all(math.isfinite(one.figures["test_loss"]) for one in found.contenders.values())

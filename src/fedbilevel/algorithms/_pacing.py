@@ -114,7 +114,8 @@ class Pace(NamedTuple):
         loss = fading * before + (1 - fading) * held
         noise = 0.9 * self.noise + 0.1 * abs(held - before)
         low, high = (loss, loss) if first else (min(self.low, loss), max(self.high, loss))
-        cosine = fading * self.cosine + (1 - fading) * along / max(math.sqrt(hh * dd), TINY)
+        norms = math.sqrt(hh * dd)
+        cosine = fading * self.cosine + (1 - fading) * (along / norms if norms > TINY else 0.0)
         fall = along if iteration <= 2 else 0.8 * self.fall + 0.2 * along
         steepest = max(fall, 0.1 * slope, self.steepest if self.moved else 0.0)
         behind = max(lags)

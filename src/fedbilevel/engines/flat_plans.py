@@ -251,7 +251,8 @@ def _with_tensors(function: Any, args: Any, result: Tensor) -> Any:
 
 def _again(memory: Sequence[Tensor], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     result = function(*args, **kwargs)
-    for own, new in zip(memory, (result,) if isinstance(result, Tensor) else result, strict=True):
+    made = [result] if isinstance(result, Tensor) else [one for one in result if one is not None]
+    for own, new in zip(memory, made, strict=True):
         own.copy_(new)
 
 
