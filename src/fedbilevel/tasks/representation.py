@@ -75,7 +75,7 @@ class Representation(Task):
         "fedbio_local": {"u": "local"},
     }
     suggested_iterations = {"*": 100}
-    avoid = "all clients share one distribution: FedAvg on the whole network then learns more from the same samples"
+    avoid = "all clients share one distribution: FedAvg on the whole network then trains one head on all samples"
     classes = True
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
     needs = HyperRepresentation.needs
