@@ -1,7 +1,7 @@
 """DistBiO: FedBiO-Local with a round after every step, a reference for methods with local steps.
 
 Use it when every client has its own lower level and you want a distributed baseline without drift.
-It costs one round of d_x floats per step; FedBiO-Local does the same with fewer rounds.
+It costs one round of d_x floats per step; FedBiO-Local takes several steps per round.
 
     y_i <- y_i - gamma * g_y,i;   x <- x - eta * mean Phi_i
 

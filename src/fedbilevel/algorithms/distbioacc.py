@@ -1,8 +1,8 @@
 """DistBiOAcc: FedBiOAcc-Local with both rounds after every step, a reference for local steps.
 
 Use it when every client has its own lower level, gradients are noisy, and you want a distributed
-baseline without drift. It costs two rounds of d_x floats per step; FedBiOAcc-Local does the same
-with fewer rounds.
+baseline without drift. It costs two rounds of d_x floats per step; FedBiOAcc-Local takes several
+steps in as many rounds.
 
     y_i <- y_i - gamma a om_i;   x <- x - eta a nu
     then STORM for om_i and nu on one minibatch, and nu <- mean

@@ -28,8 +28,8 @@ because directions of x at a wrong y are wrong.
 
 D is Adam, or `upper_direction = "polar"`: each matrix M = U S V' of m, with o rows and c columns, is
 replaced by sqrt(max(o, c)) U V', so that all singular values are equal and the mean square of an
-entry is 1. Gradients of a layer have few large singular values; Adam keeps them, and the others learn
-slowly. Nothing more is sent, as the server has m.
+entry is 1. The idea, which was not measured by itself: gradients of a layer have few large singular
+values; Adam keeps them, and the others learn slowly. Nothing more is sent, as the server has m.
 
 With rho > 0, x also descends the lower loss: the training samples shape x too, not only the
 validation samples. This is another problem, min f + rho g; see Bias.

@@ -1,8 +1,8 @@
 """Weights by a shared function of a sample's loss and label, learned by the hypergradient.
 
-Use it when clean samples are few and the noise follows no class-to-class pattern that label_em could
-model. It learns 209 numbers for ten classes instead of one per sample, so it overfits the clean
-samples less than `sample_weights` does.
+Use it when you compare ways to weight samples by few clean ones: in the experiment `cleaning-bilevel`,
+label_em has a higher F1 under all four kinds of noise. It learns 209 numbers for ten classes instead
+of one per sample, so it overfits the clean samples less than `sample_weights` does.
 
     l_j = -log softmax(b S_j)_label / log C      loss without the sample itself, S and b of `own_loss`
     w_j = sigmoid(theta(l_j, label_j)),          theta a network with 16 hidden units (tanh)

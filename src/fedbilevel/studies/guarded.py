@@ -1,4 +1,4 @@
-"""Never worse than the plain way: a bilevel run beside the task's rivals, and a choice by samples apart.
+"""Guarded answers: a bilevel run beside the task's rivals, and a choice between them by samples apart.
 
 First all runs see all samples: the rivals, each tuned by validation samples, and the bilevel run. It
 starts at the best rival that says where x and y could start (`Rival.start`), so that it begins at the

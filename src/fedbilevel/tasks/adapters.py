@@ -91,7 +91,7 @@ class Adapters(Task):
     }
     suggested_iterations = {"*": 40}
     automatic = "fedbio_local"
-    avoid = "a shared adapter that every client tunes further is good enough: it is cheaper"
+    avoid = "a shared adapter that every client tunes further is good enough: `fb.guarded` trains it too and costs more"
     headline = ("test_loss", "test_accuracy")
     needs = {
         "train": {"text": "numbers of symbols from 0, one row per sample"},

@@ -143,10 +143,7 @@ class DataCleaning(Task):
         "*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60, "label_em": 51, "from_posterior": 51,
         "shared_weights": 71, **dict.fromkeys(("confident", "own_loss", "influence", "sample_weights"), 42),
     }  # fmt: skip
-    avoid = (
-        "labels are known to be right: the guard then keeps the labels as given, and detection "
-        "costs its rounds for nothing"
-    )
+    avoid = "labels are known to be right: detection then costs its rounds for nothing, and may flag some right labels"
     headline = ("test_accuracy", "f1", "precision", "recall")
     needs = {
         "train": {

@@ -92,7 +92,7 @@ class FewShotEpisodes(Task):
     suggested_iterations = {"*": 200}
     automatic = "adasimfbo"  # self_tuned learned less in as many rounds
     judge = ("held_out", "validation_right", "validation_answers")
-    avoid = "a metric is enough for the episodes: ProtoNet needs no second level and fewer messages"
+    avoid = "a metric is enough for the episodes: ProtoNet needs no second level"
     headline = ("validation_accuracy", "test_accuracy")
     needs = {
         role: {"image": "all images of a character, (images, pixels), as bytes: 255 is ink"}
