@@ -154,6 +154,17 @@ def test_a_replay_with_other_bits_is_refused(monkeypatch):
     assert not graphs.replayed
 
 
+def test_a_replay_that_fails_is_refused_and_changes_nothing(monkeypatch):
+    class Failing(flat_plans.FlatPlan):
+        def __call__(self):
+            super().__call__()
+            raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(flat_plans, "FlatPlan", Failing)
+    graphs = assert_same_bits(FedBiOAcc(), alike(upper="private"), cohort=Cohort(0.5), batch_size=3)
+    assert graphs.captures.refused[OUTER] == "no kernel"
+
+
 def test_a_loss_that_changes_is_noticed():
     """A plan has the numbers of the recording; comparisons at replays 1, 2, 4, ... see that they are old."""
     built, offset = clients(), [0.0]

@@ -240,13 +240,18 @@ class Iterations(OuterCapture):
         """Run as usual and beside it the first replay; keep the graph if both agree."""
         before, first = {**state._asdict(), **self._extras()}, walk.iteration
         copies, given = [store.copied() for store in self._stores()], distinct(before)
-        self._replay(graph, given, walk)
+        try:
+            self._replay(graph, given, walk)
+        except _FAILURES as error:
+            self._restore(copies)
+            if self.fed.iteration != first:
+                self.fed.begin(first, walk.algorithms[0])
+            return self._refuse(reason(error), walk.algorithms[0], state)
         got, _ = self._outputs(graph, given)
         rows = [{name: shelf.rows.clone() for name, shelf in store.copied().items()} for store in self._stores()]
         places = [{name: store.slots(name, torch.arange(store.num_rows)) for name in some}
                   for store, some in zip(self._stores(), rows, strict=True)]  # fmt: skip
-        for store, copied in zip(self._stores(), copies, strict=True):
-            store.restore(copied)
+        self._restore(copies)
         for iteration, algorithm in enumerate(walk.algorithms, start=first):
             if self.fed.iteration != iteration:
                 self.fed.begin(iteration, algorithm)
