@@ -165,6 +165,16 @@ def test_a_replay_that_fails_is_refused_and_changes_nothing(monkeypatch):
     assert graphs.captures.refused[OUTER] == "no kernel"
 
 
+def test_a_run_whose_clients_do_not_fit_stays_without_captures():
+    fed = engine(FedBiO(), clients(), captured=True)
+    with fed.graphs._without_captures():
+        pass
+    assert fed.host.captures is fed.graphs.captures
+    with fed.graphs._without_captures():
+        fed.host.limit_clients(2)
+    assert fed.host.captures is None
+
+
 def test_a_loss_that_changes_is_noticed():
     """A plan has the numbers of the recording; comparisons at replays 1, 2, 4, ... see that they are old."""
     built, offset = clients(), [0.0]
