@@ -13,7 +13,7 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
 from fedbilevel.algorithms.fednest import FedNest
-from fedbilevel.engines import flat_plans, planned
+from fedbilevel.engines import flat_plans, outer_graphs, planned
 from fedbilevel.engines.outer_graphs import OUTER
 from fedbilevel.engines.rounds import refusals
 from fedbilevel.engines.simulation import Simulation
@@ -96,6 +96,18 @@ def test_cohorts_with_minibatches(name):
 def test_a_falling_schedule(name):
     schedule = Schedule(power=0.5, offset=1.0)
     assert_replayed(brief(SERVER[name]), clients(), batch_size=3, schedule=schedule, num_iterations=18)
+
+
+def test_a_falling_schedule_is_replayed_in_a_run_and_its_steps_are_forgotten(monkeypatch):
+    monkeypatch.setattr(outer_graphs, "_KNOWN", 8)
+    algorithm, built, schedule = FedBiO(), clients(), Schedule(power=0.5, offset=1.0)
+    fed = Simulation(algorithm, *built, dtype=torch.float32)  # recorded as late as in every run
+    got = travel(fed, algorithm, num_iterations=120, schedule=schedule)
+    _, expected = follow(algorithm, built, captured=False, num_iterations=120, schedule=schedule)
+    assert all(map(torch.equal, got[-1], expected[-1]))
+    assert refusals(fed) == {}
+    assert fed.graphs.replayed > 30
+    assert len(fed.graphs._settings) <= 9
 
 
 @pytest.mark.parametrize("name", ["fbo_aggitd", "fedbio", "fedbioacc", "simfbo", "adasimfbo"])
