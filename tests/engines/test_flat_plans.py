@@ -64,6 +64,27 @@ def test_changes_in_place_are_repeated_in_their_order():
     assert torch.equal(counts, x)
 
 
+def test_derivatives_that_are_not_asked_for_are_left_out():
+    images, scale = torch.randn(2, 1, 6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    filters = torch.randn(3, 1, 3, 3, dtype=torch.float64)
+    grad = torch.func.grad
+
+    def function():
+        by_filters = grad(lambda some: torch.nn.functional.conv2d(images, some).tanh().sum())(filters)
+        by_scale = grad(lambda some: torch.nn.functional.layer_norm(images, (6,), some).tanh().sum())(scale)
+        return by_filters, by_scale
+
+    replays(function, filters, scale)
+
+
+def test_a_result_that_is_an_input_is_read():
+    x, other = torch.randn(3), torch.randn(3)
+    plan = plan_of(lambda: (x[1:], other * 2), x, other)
+    assert plan.reads(x)
+    assert plan.reads(other)
+    assert not plan.reads(torch.randn(3))
+
+
 def test_memory_is_used_again():
     x = torch.randn(1000)
 

@@ -192,7 +192,8 @@ def test_as_many_clients_work_as_fit(strategy, each, lower, num, said, monkeypat
         f"memory: {num} clients at once need about {gigabytes:.3g} GB beside activations, and the device has "
         f"{gigabytes:.3g} GB, so all fit\n"
     )
-    with pytest.warns(UserWarning, match=f"{num} clients at once need about .* GB .* the device has .* so 3 at"):
+    fit = f"so 3 at a time will work in about {(3 + 3 * each) * ROW / 1e9:.3g} GB"
+    with pytest.warns(UserWarning, match=f"{num} clients at once need about .* GB .* the device has .* {fit}"):
         in_turn.room(fed.host, values, num, (3 + 3 * each) * ROW + 1)
     assert fed.host.at_once == 3
     with pytest.warns(UserWarning, match="so 1 at a time"):

@@ -13,7 +13,7 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
 from fedbilevel.algorithms.fednest import FedNest
-from fedbilevel.engines import flat_plans, planned
+from fedbilevel.engines import flat_plans, outer_graphs, planned
 from fedbilevel.engines.outer_graphs import OUTER
 from fedbilevel.engines.rounds import refusals
 from fedbilevel.engines.simulation import Simulation
@@ -98,6 +98,18 @@ def test_a_falling_schedule(name):
     assert_replayed(brief(SERVER[name]), clients(), batch_size=3, schedule=schedule, num_iterations=18)
 
 
+def test_a_falling_schedule_is_replayed_in_a_run_and_its_steps_are_forgotten(monkeypatch):
+    monkeypatch.setattr(outer_graphs, "_KNOWN", 8)
+    algorithm, built, schedule = FedBiO(), clients(), Schedule(power=0.5, offset=1.0)
+    fed = Simulation(algorithm, *built, dtype=torch.float32)  # recorded as late as in every run
+    got = travel(fed, algorithm, num_iterations=120, schedule=schedule)
+    _, expected = follow(algorithm, built, captured=False, num_iterations=120, schedule=schedule)
+    assert all(map(torch.equal, got[-1], expected[-1]))
+    assert refusals(fed) == {}
+    assert fed.graphs.replayed > 30
+    assert len(fed.graphs._settings) <= 9
+
+
 @pytest.mark.parametrize("name", ["fbo_aggitd", "fedbio", "fedbioacc", "simfbo", "adasimfbo"])
 @pytest.mark.parametrize(("upper", "lower"), [("private", "global"), ("shared", "local"), ("private", "local")])
 def test_what_clients_keep(name, upper, lower):
@@ -152,6 +164,27 @@ def test_a_replay_with_other_bits_is_refused(monkeypatch):
     graphs = assert_same_bits(FedBiO(), clients())
     assert "differed" in graphs.captures.refused[OUTER]
     assert not graphs.replayed
+
+
+def test_a_replay_that_fails_is_refused_and_changes_nothing(monkeypatch):
+    class Failing(flat_plans.FlatPlan):
+        def __call__(self):
+            super().__call__()
+            raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(flat_plans, "FlatPlan", Failing)
+    graphs = assert_same_bits(FedBiOAcc(), alike(upper="private"), cohort=Cohort(0.5), batch_size=3)
+    assert graphs.captures.refused[OUTER] == "no kernel"
+
+
+def test_a_run_whose_clients_do_not_fit_stays_without_captures():
+    fed = engine(FedBiO(), clients(), captured=True)
+    with fed.graphs._without_captures():
+        pass
+    assert fed.host.captures is fed.graphs.captures
+    with fed.graphs._without_captures():
+        fed.host.limit_clients(2)
+    assert fed.host.captures is None
 
 
 def test_a_loss_that_changes_is_noticed():

@@ -20,6 +20,7 @@ from fedbilevel.studies import experiment, reproduce, verdicts
 from fedbilevel.studies.influence.plain import NAMES
 from fedbilevel.studies.kinds import cleaning, worth
 from fedbilevel.studies.rivals import run_rival
+from fedbilevel.studies.together import CHOICES
 
 FILE = Path(__file__).resolve().parents[2] / "experiments" / "worth" / "experiment.toml"
 TASK = {"name": "regularisation", "num_train": 10, "num_val": 8, "num_test": 30}
@@ -128,7 +129,7 @@ def test_every_row_of_the_experiment_is_a_way_to_solve_its_task():
             if task.name() not in rivals:  # on the embedded data, which need no files
                 small = {"num_clients": 4} if "num_clients" in task.asdict() else {}
                 rivals[task.name()] = set(type(task)(**small).rivals())
-            known = {"self_tuned", "guarded", "started", "blended", *rivals[task.name()]}
+            known = {"self_tuned", "unlearned", *CHOICES, *rivals[task.name()]}
         assert method in known, job.key
 
 
@@ -138,6 +139,11 @@ def test_self_tuned_from_the_plain_way_is_the_bilevel_answer_beside_its_start(ru
     guarded = fb.guarded(task, num_rounds=12, seed=1, rivals=["l2_grid", "l1_grid"])
     assert found["figure"] == guarded.contenders["bilevel"].figures["test_loss"]
     assert found["rounds"] == guarded.costs["rounds"]
+
+
+def test_a_start_without_a_bilevel_answer_has_diverged(run, monkeypatch):
+    monkeypatch.setattr(worth, "choices", lambda *_, **__: {"guarded": {"test_loss": 1.0}})
+    assert run(task=TASK, figure="test_loss", num_rounds=12, method="started").figures == {"diverged": 1.0}
 
 
 def test_a_task_names_the_algorithm_that_stands_for_self_tuned(run):

@@ -62,7 +62,8 @@ class FlatPlan:
         self._allocate(steps, ends)
         self.results = {name: self._tensor(one) for name, one in wanted.items()}
         self._calls = [self._call(step) for step in steps]
-        self._read = {self._memory[one.storage].data_ptr() for step in steps for one in step.reads}
+        read = {one.storage for step in steps for one in step.reads} | {one.storage for one in wanted.values()}
+        self._read = {self._memory[one].data_ptr() for one in read}
 
     def __call__(self) -> None:
         with np.errstate(all="ignore"):  # values that are not finite are looked for afterwards
@@ -73,6 +74,7 @@ class FlatPlan:
         return len(self._calls)
 
     def reads(self, tensor: Tensor) -> bool:
+        """Return whether a replay reads this memory, or has a result there."""
         return tensor.untyped_storage().data_ptr() in self._read
 
     # ---- fewer operations -----------------------------------------------------------------------------------------
@@ -111,8 +113,7 @@ class FlatPlan:
             return
         at = _form_of if step.function in SHAPE_ONLY else self._tensor
         found = step.function(*mapped(step.args, at), **mapped(step.kwargs, at))
-        made = [found] if isinstance(found, Tensor) else [one for one in found if isinstance(one, Tensor)]
-        for region, value in zip(step.results, made, strict=True):
+        for region, value in zip(step.results, _tensors(found), strict=True):
             self._constant.add(region.storage)
             self._memory[region.storage] = value.untyped_storage()
             self._count(value.untyped_storage().nbytes())
@@ -250,10 +251,15 @@ def _with_tensors(function: Any, args: Any, result: Tensor) -> Any:
 
 
 def _again(memory: Sequence[Tensor], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    result = function(*args, **kwargs)
-    made = [result] if isinstance(result, Tensor) else [one for one in result if one is not None]
-    for own, new in zip(memory, made, strict=True):
+    for own, new in zip(memory, _tensors(function(*args, **kwargs)), strict=True):
         own.copy_(new)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors of a result; a derivative that is not asked for is None there."""
+    found: list[Tensor] = []
+    mapped(values, found.append, Tensor)
+    return found
 
 
 def counted(plan: FlatPlan) -> Counter[str]:

@@ -117,22 +117,21 @@ def room(host: Host, values: Mapping[str, Any], num: int, memory: int) -> None:
             "train fewer weights (fb.lora), or use an algorithm that sends fewer rows."
         )
     each = (_LOOP if host.oracle.strategy == "loop" else _TOGETHER) * row
+    need = lambda working: alone if working == 1 else _SUMS * row + working * each
     working = num if host.at_once is None else min(num, host.at_once)
-    needed = alone if working == 1 else _SUMS * row + working * each
+    needed = need(working)
     said = (
         f"{_clients(working)} at once need{'s' * (working == 1)} about {needed / 1e9:.3g} GB beside activations, and "
+        f"the device has {memory / 1e9:.3g} GB"
     )
-    said += f"the device has {memory / 1e9:.3g} GB"
     if needed <= memory:
         _say(f"memory: {said}, so all fit")
     elif host.device.type == "cpu":
         _say(f"memory: {said}; with strategy='loop', chunk_size=1 about {alone / 1e9:.3g} GB are needed")
     else:
-        host.limit_clients(max(1, int((memory - _SUMS * row) // each)))
-        warnings.warn(
-            f"{said}, so {host.at_once} at a time will work in about {min(needed, alone) / 1e9:.3g} GB",
-            stacklevel=2,
-        )
+        fitting = max(1, int((memory - _SUMS * row) // each))
+        host.limit_clients(fitting)
+        warnings.warn(f"{said}, so {fitting} at a time will work in about {need(fitting) / 1e9:.3g} GB", stacklevel=2)
 
 
 def memory_of(device: torch.device) -> int:

@@ -60,6 +60,10 @@ class OuterCapture(Launches):
     def _stores(self) -> tuple[Any, ...]:
         return self.host.memory, self.host.kept
 
+    def _restore(self, copies: Sequence[Any]) -> None:
+        for store, copied in zip(self._stores(), copies, strict=True):
+            store.restore(copied)
+
     def _capture(self, state: Any, walk: Any, moving: bool) -> Graph:
         """Record outer iterations; this changes nothing but tensors of their own.
 
@@ -105,8 +109,7 @@ class OuterCapture(Launches):
             partly, span = PartlyPaid(host, kept[0].partly), len(walk.algorithms)
             return Graph(kept[0], inputs, ints, floats, replay, partly, same, span)
         finally:
-            for store, copied in zip(self._stores(), copies, strict=True):
-                store.restore(copied)
+            self._restore(copies)
 
     def _rehearse(self, run: Callable[..., Any], num: int) -> None:
         """Run outer iterations until they can be recorded.

@@ -16,6 +16,7 @@ their launch: after many replays, several in a row are recorded as one graph.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ _PATIENCE = 60  # outer iterations without a replay after which the engine captu
 _FAILURES = (NotCapturable, RuntimeError, TypeError, ValueError, AttributeError, LookupError, FedBilevelError)
 _MOST = 32  # recorded outer iterations that are kept
 _WORK = 128  # calls of phases and derivatives that take a GPU longer than their launch
+_KNOWN = 1024  # settings with step sizes that are remembered
 _SPAN = 32  # outer iterations in one graph at most
 _PAYS = 8  # a graph of several is recorded after so many times as many replays, which it then saves
 
@@ -69,7 +71,9 @@ class Iterations(OuterCapture):
         self.replayed = self.usual = 0
         self._times: Counter[Any] = Counter()
         self._kept: dict[Any, Graph] = {}
-        self._numbers: dict[Any, int] = {}  # of algorithms, and of their settings without steps
+        self._count = itertools.count()
+        self._settings: dict[Any, int] = {}  # numbers of algorithms
+        self._forms: dict[Any, int] = {}  # the same without step sizes, with the form of the state
         self._last_kind: tuple[Any, Any, int, int] | None = None  # the last algorithm and form, and their numbers
         if why := self._excluded():
             self.captures.refused[OUTER] = why
@@ -157,8 +161,11 @@ class Iterations(OuterCapture):
         now = form({**state._asdict(), **self._extras()})
         last = self._last_kind
         if last is None or last[0] is not algorithm or last[1] != now:
-            number = lambda what: self._numbers.setdefault(what, len(self._numbers))
-            last = algorithm, now, number(algorithm), number((without_steps(algorithm), now))
+            if len(self._settings) > _KNOWN:  # a schedule has new step sizes in every outer iteration
+                used = {key[0] for key in self._kept if len(key) == 3}
+                self._settings = {one: number for one, number in self._settings.items() if number in used}
+            whole = self._settings.setdefault(algorithm, next(self._count))
+            last = algorithm, now, whole, self._forms.setdefault((without_steps(algorithm), now), next(self._count))
             self._last_kind = last
         return last[2:]
 
@@ -220,7 +227,7 @@ class Iterations(OuterCapture):
     def _plainly(self, algorithm: Any, state: Any, basic: Any) -> Any:
         """Run as usual, without captured phases: their memory is better used for whole outer iterations."""
         self.usual += 1
-        if self.usual > _PATIENCE + self.replayed:
+        if self.usual > max(_PATIENCE, 3 * self.times) + self.replayed:  # a schedule is recorded after 2 * times
             return self._refuse(
                 f"of {self.usual + self.replayed} outer iterations, {self.usual} were unlike earlier ones",
                 algorithm,
@@ -240,13 +247,18 @@ class Iterations(OuterCapture):
         """Run as usual and beside it the first replay; keep the graph if both agree."""
         before, first = {**state._asdict(), **self._extras()}, walk.iteration
         copies, given = [store.copied() for store in self._stores()], distinct(before)
-        self._replay(graph, given, walk)
+        try:
+            self._replay(graph, given, walk)
+        except _FAILURES as error:
+            self._restore(copies)
+            if self.fed.iteration != first:
+                self.fed.begin(first, walk.algorithms[0])
+            return self._refuse(reason(error), walk.algorithms[0], state)
         got, _ = self._outputs(graph, given)
         rows = [{name: shelf.rows.clone() for name, shelf in store.copied().items()} for store in self._stores()]
         places = [{name: store.slots(name, torch.arange(store.num_rows)) for name in some}
                   for store, some in zip(self._stores(), rows, strict=True)]  # fmt: skip
-        for store, copied in zip(self._stores(), copies, strict=True):
-            store.restore(copied)
+        self._restore(copies)
         for iteration, algorithm in enumerate(walk.algorithms, start=first):
             if self.fed.iteration != iteration:
                 self.fed.begin(iteration, algorithm)

@@ -34,9 +34,12 @@ def known(folder: Path, place: str) -> Rows:
 
 
 def kept(folder: Path, place: str, names: Sequence[str], compute: Callable[[], Rows]) -> Rows:
-    """Return the rows of a run, which runs unless the folder has all these rows."""
+    """Return the rows of a run, which runs unless the folder has these rows.
+
+    With other rows beside them the run had other rivals, and its choices are not those among these.
+    """
     rows = known(folder, place)
-    if not set(names) <= set(rows):
+    if set(rows) - set(CHOICES) != set(names):
         rows = compute()
         make_folder(folder)
         write_whole(folder / f"{place}.json", json.dumps(rows).encode())
@@ -49,7 +52,7 @@ def choices(
     """Return the rows of a guarded run with these rivals."""
     names = list(task.rivals() if rivals is None else rivals)
     compute = lambda: rows_of(guarded(task, num_rounds=num_rounds, rivals=names, **options), task)
-    return kept(folder, place, ["guarded", *names], compute)
+    return kept(folder, place, names, compute)
 
 
 def rows_of(found: Guarded, task: Task) -> Rows:

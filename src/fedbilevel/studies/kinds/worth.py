@@ -105,7 +105,8 @@ def _solved(
         raise UnknownNameError(f"method of {task.name()}", method, ["self_tuned", _UNLEARNED, *CHOICES, *plans])
     place = address(task, num_rounds=rounds, **{name: value for name, value in options.items() if name != "device"})
     if method in CHOICES:
-        return choices(task, shared, place, rivals=row.get("rivals"), num_rounds=rounds, **options)[method]
+        rows = choices(task, shared, place, rivals=row.get("rivals"), num_rounds=rounds, **options)
+        return rows.get(method, {})  # without a bilevel answer, nothing has started
     if method in (rows := known(shared, place)):
         return rows[method]
     outcome = run_rival(plans[method], num_rounds=rounds, **options)
