@@ -18,7 +18,7 @@ from fedbilevel.engines.partly_paid import PartlyPaid
 from fedbilevel.problem.layout import one_row
 
 LONG = 2**31  # work of an outer iteration that needs no longer graph and no compiler
-_COMPILED = 2**20  # calls of phases and derivatives that are left, of which compiled ones save the time to compile
+_COMPILED = 2**20  # calls of phases and derivatives of a run, of which compiled ones save the time to compile
 _LARGE = 2**31  # bytes of rows from which computing takes longer than launching, and a graph would double the memory
 
 
@@ -27,12 +27,12 @@ class OuterCapture(Launches):
 
     exact: whether a replay has the bits of the usual computation.
     steady: whether all cohorts of the run are the same.
-    left: number of outer iterations that are left, if it is known.
+    length: number of outer iterations of the whole run, if it is known.
     """
 
     exact = False
     steady = False
-    left = 0
+    length = 0
 
     def _cost(self, script: Any) -> tuple[int, int]:
         """Return the rounds of recorded outer iterations, and their calls of phases and derivatives."""
@@ -89,7 +89,7 @@ class OuterCapture(Launches):
 
         try:
             first, asked = run({}, frozen=False)
-            if _COMPILED <= self.left * self._cost(first.script)[1] < LONG:
+            if _COMPILED <= self.length * self._cost(first.script)[1] < LONG:
                 host.oracle.compile_from_now(host.device)
             buys = {place: self._bought(walk, place, wanted) for place, wanted in asked.items()}
             ints.pack()

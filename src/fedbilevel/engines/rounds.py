@@ -33,9 +33,9 @@ def several_rounds(
 
 
 def expect(fed: Any, num: int) -> None:
-    """Tell an engine how many outer iterations are left, so that it can choose what takes time to prepare."""
+    """Tell an engine how long a run is, resumed or not, so that it can choose what takes time to prepare."""
     if getattr(fed, "graphs", None) is not None:
-        fed.graphs.left = num
+        fed.graphs.length = num
 
 
 def reached(fed: Any, iteration: int) -> int:

@@ -76,7 +76,7 @@ class Loop:
         self.recovery = Recovery(fed, acts=self.recover)
         seconds = self._restore() if resume and self.record is not None else self._start(begin_at)
         self.saved = self.iteration
-        expect(fed, self.pace.num_iterations - self.iteration)
+        expect(fed, self.pace.num_iterations)
         self._clock = time.perf_counter() - seconds
         if self.iteration == begin_at and not self.rows:
             if first := self.fed.judged(self._measure()):
