@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fedbilevel.columns import figures_of
-from fedbilevel.errors import NonFiniteError, ProblemWarning, SettingError, UnknownNameError
+from fedbilevel.errors import NonFiniteError, ProblemWarning, RecoveryWarning, SettingError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.runs.result import Result
@@ -141,7 +141,9 @@ def _bilevel(
     settings = {**task.suggestions(task.automatic), **fields.pop("settings", {}), **more}
     problem = dataclasses.replace(problem, **fields)
     try:
-        answer = solve(problem, clients, task.automatic, **options, **settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecoveryWarning)  # held-out samples judge the answer
+            answer = solve(problem, clients, task.automatic, **options, **settings)
     except NonFiniteError:
         return {}  # the rivals still have an answer
     if answer.stopped == "failed":
