@@ -184,13 +184,13 @@ def run_places(places: Sequence[Place], *, processes: int, limit: float, device:
 
 def _leaders(groups: Sequence[list[Place]]) -> dict[int, int]:
     """Return, by group, the group whose run also holds its rows."""
+    places = {(one[0].folder, one[0].job.key): id(one) for one in groups}
     found: dict[int, int] = {}
     for group in groups:
         job, folder = group[0]
-        others = {one[0].job.key: id(one) for one in groups if one[0].folder == folder}
-        key = leader(job, [one[0].job for one in groups if one[0].folder == folder]) if job.study == "worth" else None
+        key = leader(job, [one[0].job for one in groups if one[0].folder == folder])
         if key is not None:
-            found[id(group)] = others[key]
+            found[id(group)] = places[folder, key]
     return found
 
 
