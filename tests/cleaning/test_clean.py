@@ -61,6 +61,11 @@ def test_wrong_labels_are_found_and_their_true_labels_suggested(tmp_path):
     assert (found.predict(fresh["image"]) == fresh["label"]).mean() > 0.95
     kept = found.kept(clients)
     assert not np.concatenate([client["train"]["wrong"] for client in kept]).any()
+    for client, other, flags in zip(clients, found.corrected(clients), found.flags, strict=True):
+        given, train = client["train"]["label"], other["train"]["label"]
+        assert (train[:10] == (given[:10] - 1) % 3).all()  # the labels before they were made wrong
+        assert (train == given)[~flags].all()
+        assert train.dtype == given.dtype
     findings = json.loads((tmp_path / "findings.json").read_text())
     assert [one["kind"] for one in findings] == ["by_client", "histogram"]  # rows of five numbers are no pictures
     assert json.loads((tmp_path / "cleaning.json").read_text())["sentences"] == found.sentences

@@ -31,6 +31,16 @@ def test_right_labels_alone_have_nothing_to_flag(tmp_path):
     assert found["cleaned"] == found["plain"] > go(tmp_path)["plain"]
 
 
+def test_a_linear_classifier_of_the_inputs_learns_from_the_cleaned_labels(tmp_path):
+    task = {**TASK, "noise": 0.6}
+    found = {how: go(tmp_path, task=task, linear=how, features="convolutional") for how in ("kept", "corrected")}
+    none = go(tmp_path, task=task, linear="kept", detector={"name": "as_given", "num_fit_rounds": 5})
+    assert "linear" not in go(tmp_path)
+    assert found["kept"]["f1"] == found["corrected"]["f1"]
+    assert found["kept"]["linear"] != found["corrected"]["linear"]
+    assert min(found["kept"]["linear"], found["corrected"]["linear"]) > none["linear"] > 0.5
+
+
 def test_average_precision_by_hand():
     chance, wrong = np.array([0.9, 0.8, 0.7, 0.1]), np.array([True, False, True, False])
     assert cleaning.average_precision(chance, wrong) == pytest.approx((1 / 1 + 2 / 3) / 2)

@@ -118,6 +118,15 @@ class Cleaning:
             for client, flags in zip(clients, self.flags, strict=True)
         ]
 
+    def corrected(self, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the clients with the suggested label in place of every flagged one, to train any model."""
+        found = []
+        for client, flags, q in zip(clients, self.flags, self.posteriors, strict=True):
+            train = {name: np.asarray(values) for name, values in client["train"].items()}
+            label = np.where(flags, q.argmax(1), train["label"]).astype(train["label"].dtype)
+            found.append({**client, "train": {**train, "label": label}})
+        return found
+
     def client_transition(self, number: int) -> np.ndarray:
         """Return the transition matrix of one client, from its own posteriors."""
         q, label = self.posteriors[number], self.labels[number]

@@ -1,8 +1,8 @@
 """Cleaning: a detector of wrong labels on corrupted data, with the truth known.
 
 Row: {"task": {"name": "data_cleaning", ...its settings}, "detector": {"name": ..., ...its settings},
-"features": ..., "only_right": ..., "pooled": {...}}. The task makes the data; the classifiers and the
-guard are those of the detector.
+"features": ..., "only_right": ..., "linear": ..., "pooled": {...}}. The task makes the data; the
+classifiers and the guard are those of the detector.
 
 Figures:
 
@@ -11,6 +11,9 @@ Figures:
     flags                     share of all labels that are flagged, in per cent of them
     test_accuracy             of the classifier that the guard chose
     cleaned, plain            test accuracy of both classifiers
+    linear                    test accuracy of a linear classifier of the inputs as the task gives
+                              them, trained afterwards without the flagged samples (linear = "kept")
+                              or with their suggested labels ("corrected")
     t, evidence, gain         of the guard: t of the likelihood, also calibrated, and right answers
     accepted                  1, or 0 if rejected or unchecked
     harmed                    1 if an accepted classifier loses more than 0.3 points of test accuracy
@@ -54,6 +57,9 @@ class CleaningRow(Settings):
         "convolutional", "rows of the detector and the classifier"
     )
     only_right: bool = setting(False, "remove wrong labels first, which needs the truth")
+    linear: Literal["no", "kept", "corrected"] = setting(
+        "no", "labels on which a linear classifier of the inputs is trained afterwards"
+    )
 
 
 def run(
@@ -91,6 +97,13 @@ def run(
         clients, detector=detector, features=settings.features, seed=repetition, device=torch_device(device)
     )
     figures = measured(found, clients, detector.rate)
+    if settings.linear != "no":
+        changed = found.kept(clients) if settings.linear == "kept" else found.corrected(clients)
+        again = clean_labels(
+            changed, detector="as_given", features="given", seed=repetition, device=torch_device(device)
+        )
+        assert again.tested is not None
+        figures["linear"] = again.tested.plain
     if "pooled" in row:  # all samples travel, which no ledger counts
         figures = {name: value for name, value in figures.items() if name not in ("rounds", "megabytes")}
     say(f"{detector.name()}: {found.sentence} {time.perf_counter() - begun:.1f} s")
