@@ -134,9 +134,9 @@ PAIRS: dict[str, Pair] = {
         "a convolutional backbone, one head per task and client",
         options={"measure_every": 20},  # new heads are trained in every measurement
     ),
-    "mixing-chains": Pair(Mixing(), LOSS, 200, "weights of sources, a network below", maximise=False),
+    "mixing-chains": Pair(Mixing(kl=0.01), LOSS, 200, "weights of sources, a network below", maximise=False),
     "mixing-shakespeare": Pair(
-        Mixing(data="shakespeare", num_train=100, num_val=100),
+        Mixing(data="shakespeare", num_train=100, num_val=100, kl=0.01),
         LOSS,
         200,
         "weights of roles and of corrupted texts, a network below",

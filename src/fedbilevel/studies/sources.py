@@ -34,7 +34,7 @@ from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.studies.guarded import Guarded, guarded
 from fedbilevel.studies.mixed_texts import MixedTexts, mix_texts
-from fedbilevel.tasks.mixing import divergence
+from fedbilevel.tasks.mixing import KL, divergence
 from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.task import Built, Task
 
@@ -110,7 +110,7 @@ def mix_sources(
     sources: one table `{"input": rows, "label": classes from 0}` per source, in a list or by name.
     target: the same for the target distribution, at least two samples per source.
     num_rounds: rounds of every run; 200 by default.
-    l2, kl: weights of the squared norm of y, and of the divergence from uniform weights (0.01).
+    l2, kl: weights of the squared norm of y, and of the divergence from uniform weights (0.1).
     num_folds: parts of the target samples by which the answer is chosen.
     options: further keywords of `solve`.
 
@@ -134,7 +134,7 @@ def mix_sources(
         return mix_texts(sources, seed=seed, options={name: given.pop(name) for name in names}, **given)
     if target is None:
         raise SettingError("mix_sources has tables and no target: give samples of the target.")
-    num_rounds, kl = 200 if num_rounds is None else num_rounds, 0.01 if kl is None else kl
+    num_rounds, kl = 200 if num_rounds is None else num_rounds, KL if kl is None else kl
     named = dict(sources) if isinstance(sources, Mapping) else {f"source {i}": one for i, one in enumerate(sources)}
     if len(named) < 2:
         raise SettingError(f"there are {len(named)} sources, expected at least two to weigh against one another.")
@@ -170,7 +170,7 @@ class _Sources(Task):
     """The task of `mix_sources`; its data are given."""
 
     l2: float = setting(0.001, "weight of the squared norm of y in the lower level", above=0)
-    kl: float = setting(0.01, "weight of the divergence from uniform weights in the upper level", least=0)
+    kl: float = setting(KL, "weight of the divergence from uniform weights in the upper level", least=0)
 
     def problem_of(self, num_sources: int, num_classes: int, dim: int) -> Problem:
         return Problem(

@@ -63,6 +63,7 @@ from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.task import Built, Shapes, Task
 
+KL = 0.1  # a tenth of it put all weight on one of several good sources where target samples are few
 _SYMBOLS = "abcdefghijkl"  # of the chains
 _STOPPED = {"learn_x": False}  # of self_tuned: validation samples choose the state
 _CORRUPTIONS = ("shuffled", "backwards", "half random", "repeated line")
@@ -94,7 +95,7 @@ class Mixing(Task):
     num_embedding: int = setting(8, "numbers per character of the embedding", least=1)
     num_hidden: int = setting(32, "units of the hidden layer", least=1)
     l2: float = setting(0.001, "weight of the squared norm of y in the lower level", above=0)
-    kl: float = setting(0.01, "weight of the divergence from uniform weights in the upper level", least=0)
+    kl: float = setting(KL, "weight of the divergence from uniform weights in the upper level", least=0)
     fairness: float = setting(
         0.0, "how much clients that are served badly count; 0: the mean, 1: with the variance", symbol="q", least=0
     )
