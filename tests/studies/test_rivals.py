@@ -100,13 +100,13 @@ def test_comparison_has_a_row_for_every_rival_which_a_report_can_read(tmp_path):
     found = fb.compare(TASK, ["fedbio"], num_rounds=8, repetitions=2, record=tmp_path / "c", baseline=False)
     assert [(one.name, one.num_runs) for one in found.outcomes] == [(name, 2) for name in ("fedbio", *TASK.rivals())]
     rounds = {one.name: one.total["rounds"].mean for one in found.outcomes}
-    assert rounds == {"fedbio": 8, "l2": 8, "l2_grid": 64, "l1_grid": 64}  # seven values and a refit
+    assert rounds == {"fedbio": 8, "l2": 8, "l2_grid": 64, "l1_grid": 64, "screened": 104}  # 7 or 12 ways and a refit
     saved = json.loads((tmp_path / "c" / "comparison.json").read_text())
     assert {one["algorithm"]: "chosen" in one for one in saved["runs"]} == {
-        "fedbio": False, "l2": True, "l2_grid": True, "l1_grid": True,
+        "fedbio": False, "l2": True, "l2_grid": True, "l1_grid": True, "screened": True,
     }  # fmt: skip
     page = read([tmp_path / "c"])
-    assert (len(page["curves"]), len(page["runs"])) == (4, 8)  # a choice by repetition does not split a curve
+    assert (len(page["curves"]), len(page["runs"])) == (5, 10)  # a choice by repetition does not split a curve
     assert {run["algorithm"] for run in page["runs"]} == set(rounds)
     by_hand = run_rival(TASK.repeated(1).rivals()["l2"], num_rounds=8, seed=1)
     last = [one for one in found.runs if one["algorithm"] == "l2"][1]["rows"][-1]

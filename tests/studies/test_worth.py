@@ -136,7 +136,7 @@ def test_every_row_of_the_experiment_is_a_way_to_solve_its_task():
 def test_self_tuned_from_the_plain_way_is_the_bilevel_answer_beside_its_start(run):
     task = fb.tasks.Regularisation(num_train=10, num_val=8, num_test=30).repeated(1)
     found = run(task=TASK, figure="test_loss", num_rounds=12, method="started").figures
-    guarded = fb.guarded(task, num_rounds=12, seed=1, rivals=["l2_grid", "l1_grid"])
+    guarded = fb.guarded(task, num_rounds=12, seed=1, rivals=["l2_grid", "l1_grid", "screened"])
     assert found["figure"] == guarded.contenders["bilevel"].figures["test_loss"]
     assert found["rounds"] == guarded.costs["rounds"]
 

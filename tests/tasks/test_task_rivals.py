@@ -13,6 +13,7 @@ import torch
 import fedbilevel as fb
 from fedbilevel.oracle.population import Population
 from fedbilevel.studies.rivals import run_rival
+from fedbilevel.tasks.association import associations
 from fedbilevel.tasks.imbalance import Imbalance
 from fedbilevel.tasks.mixing import Mixing
 from fedbilevel.tasks.regularisation import Regularisation
@@ -76,6 +77,44 @@ def test_the_lasso_is_the_smoothed_sum_of_absolute_weights():
     y = some_y(rival.ways["0.01"].problem)
     gap = lower_loss(rival.ways["0.1"], y) - lower_loss(rival.ways["0.01"], y)
     assert gap == pytest.approx(0.09 * (np.sqrt(y["weight"] ** 2 + 1e-4) - 0.01).sum(), rel=1e-9)
+
+
+def test_screened_features_are_those_with_a_large_t_and_the_others_have_no_weight():
+    task = Regularisation(num_train=60, num_val=20, num_test=10, num_noise=6)
+    rival, own = task.rivals()["screened"], task.build().clients
+    rows, label = (np.concatenate([client["train"][name] for client in own]) for name in ("input", "label"))
+    t = associations(own).numpy()
+    ones, zeros = rows[label == 1], rows[label == 0]
+    error = np.sqrt(rows.var(0) * (1 / len(ones) + 1 / len(zeros)))
+    np.testing.assert_allclose(t, (ones.mean(0) - zeros.mean(0)) / error, rtol=1e-4)
+    assert 0 < (np.abs(t) > 3).sum() < len(t)
+    found = run_rival(rival._replace(ways={"3, 0.01": rival.ways["3, 0.01"]}), num_rounds=300, dtype=torch.float64)
+    kept = np.abs(associations(found.way.clients).numpy()) > 3
+    assert [len(client["train"]["label"]) for client in found.way.clients] == [80] * 3
+    cut = [{"train": {**one["train"], "input": one["train"]["input"][:, kept]}} for one in found.way.clients]
+    expected, weight = newton(cut, 0.01), found.result.y["weight"].numpy()
+    assert not weight[~kept].any()
+    assert np.abs(weight[kept] - expected[:-1]).max() < 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("parametrisation", ["exp", "softplus", "sigmoid"])
+def test_a_bilevel_run_can_start_at_screened_features(parametrisation):
+    task = Regularisation(num_train=60, num_val=20, num_test=10, num_noise=6, parametrisation=parametrisation)
+    own = task.build()
+    start = task.rivals()["screened"].start("3, 0.01", SimpleNamespace(y=own.problem.y0))
+    r = task.decay({"lambda": start["x0"]["lambda"].double()})[:-1].numpy()
+    weak = np.abs(associations(own.clients).numpy()) <= 3
+    assert r[~weak] == pytest.approx(0.009, rel=1e-3)  # besides l2
+    assert r[weak] == pytest.approx(9.5 if parametrisation == "sigmoid" else 10, rel=1e-3)
+
+
+def test_a_feature_or_a_label_that_never_changes_has_no_association():
+    draw = np.random.default_rng(0)
+    rows = np.column_stack([draw.standard_normal(20), np.ones(20)])
+    one = {"train": {"input": rows, "label": (rows[:, 0] > 0).astype(int)}}
+    assert associations([one])[0] > 2
+    assert associations([one])[1] == 0
+    assert not associations([{"train": {"input": rows, "label": np.ones(20)}}]).any()
 
 
 def entropies(z: np.ndarray, labels: np.ndarray) -> np.ndarray:

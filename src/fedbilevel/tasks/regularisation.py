@@ -30,7 +30,8 @@ them, one penalty for all features is either too small for noise or too large fo
 reason to learn one penalty per feature.
 
 Rivals: `l2` is one penalty 1/n, the default of common libraries, and `l2_grid` chooses one penalty
-by validation samples; `l1_grid` does so for the sum of absolute weights, smoothed within 0.01. All
+by validation samples; `l1_grid` does so for the sum of absolute weights, smoothed within 0.01, and
+`screened` for one penalty on the features whose |t| (tasks/association.py) is above a cut. All
 train on training and validation samples together and do not penalise the bias.
 
 Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
@@ -59,6 +60,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.association import associations
 from fedbilevel.tasks.rival import Rival, Way, with_validation
 from fedbilevel.tasks.task import Built, Shapes, Task
 
@@ -66,6 +68,9 @@ Clients = list[dict[str, dict[str, np.ndarray]]]
 _USUAL = 0.01  # weight decay at the start of softplus and sigmoid
 _GRID = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 _ROUND = 0.01  # |w| is smooth within this distance of zero
+_CUTS = (2.0, 3.0, 4.0)  # of |t|, for the rival that drops features
+_DROPPED = 10.0  # weight decay of a feature that the rival dropped, where a bilevel run starts there
+_PAIRS = {f"{cut:g}, {weight:g}": (cut, weight) for cut in _CUTS for weight in (0.001, 0.003, 0.01, 0.03)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class Regularisation(Task):
         "exp",
         "weight decay r = exp(lambda), softplus(lambda), most * sigmoid(lambda), or lambda, which may be negative",
     )
-    most: float = setting(1.0, "bound of the weight decay under sigmoid", above=0)
+    most: float = setting(10.0, "bound of the weight decay under sigmoid", above=0)
     start: float | None = setting(
         None, "initial lambda of every feature (by default -2 for exp, 0 for linear, and r = 0.01 for the others)"
     )
@@ -167,6 +172,14 @@ class Regularisation(Task):
             return self.most * torch.sigmoid(value)
         return softplus(value) if self.parametrisation == "softplus" else value
 
+    def _value(self, r: Tensor) -> Tensor:
+        """Return the numbers of which `decay` is r."""
+        if self.parametrisation == "exp":
+            return r.log()
+        if self.parametrisation == "sigmoid":
+            return torch.logit(r.clamp(max=0.95 * self.most) / self.most)
+        return r.expm1().log() if self.parametrisation == "softplus" else r
+
     def _lower(self, x: Any, y: Any, batch: Any) -> Tensor:
         return _losses(y, batch) + 0.5 * ((self.decay(x) + self.l2) * torch.cat([y["weight"], y["bias"]]) ** 2).sum()
 
@@ -183,10 +196,26 @@ class Regularisation(Task):
                 lambda label, run: {"x0": {"lambda": self._matched(float(label), run.y, power)}, "y0": run.y},
             )
 
+        def screened(label: str, clients: Sequence[Holdings]) -> Way:
+            cut, weight = _PAIRS[label]
+            return _plain(built.problem, _ridge(weight), clients, associations(clients).abs() > cut)
+
+        def cut_start(label: str, run: Any) -> dict[str, Any]:
+            cut, weight = _PAIRS[label]
+            matched, weak = self._matched(weight, run.y, 2), associations(built.clients).abs() <= cut
+            matched[:-1][weak] = self._value(torch.tensor(_DROPPED))
+            return {"x0": {"lambda": matched}, "y0": run.y}
+
         return {
             "l2": Rival("one L2 penalty 1/n", {"1/n": _plain(built.problem, _ridge(1 / every), pooled)}),
             "l2_grid": grid(_ridge, "one L2 penalty", 2),
             "l1_grid": grid(_lasso, "one L1 penalty", 1),
+            "screened": Rival(
+                f"features above a cut, one L2 penalty, {len(_PAIRS)} pairs by validation samples",
+                {label: screened(label, built.clients) for label in _PAIRS},
+                lambda label: screened(label, pooled),
+                cut_start,
+            ),
         }
 
     def graded(self, scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> dict[str, float]:
@@ -200,12 +229,7 @@ class Regularisation(Task):
         """
         size = (y["weight"] ** 2 + _ROUND**2).sqrt()
         r = torch.cat([weight * size ** (power - 2), torch.full_like(y["bias"], 0.1 * min(_GRID))])
-        r = (r - self.l2).clamp(min=0.1 * min(_GRID))
-        if self.parametrisation == "exp":
-            return r.log()
-        if self.parametrisation == "sigmoid":
-            return torch.logit(r.clamp(max=0.95 * self.most) / self.most)
-        return r.expm1().log() if self.parametrisation == "softplus" else r
+        return self._value((r - self.l2).clamp(min=0.1 * min(_GRID)))
 
     def _with_noise(self, clients: Clients) -> Clients:
         if not self.num_noise:
@@ -289,8 +313,15 @@ class Regularisation(Task):
         return [order[part] for part in iid(len(order), self.num_clients, rng)]
 
 
-def _plain(problem: Problem, penalty: Callable[[Any], Tensor], clients: Sequence[Holdings]) -> Way:
-    lower = lambda x, y, batch: _losses(y, batch) + penalty(y["weight"])
+def _plain(
+    problem: Problem, penalty: Callable[[Any], Tensor], clients: Sequence[Holdings], kept: Tensor | None = None
+) -> Way:
+    """Return a run with one penalty on the features that are kept; the weights of the others stay at zero."""
+
+    def lower(x: Any, y: Any, batch: Any) -> Tensor:
+        used = y if kept is None else {**y, "weight": kept.to(y["weight"]) * y["weight"]}
+        return _losses(used, batch) + penalty(y["weight"])
+
     return Way(replace(problem, lower=lower, x0={"lambda": torch.zeros(1)}, scopes=Scopes()), clients)
 
 
