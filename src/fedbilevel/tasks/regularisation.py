@@ -119,7 +119,7 @@ class Regularisation(Task):
     }
     suggested_iterations = {"*": 400, "fednest": 100, "fbo_aggitd": 100}
     avoid = (
-        "only accuracy counts: one L1 penalty for all, chosen by a grid, is as good or better on the recorded data; "
+        "only accuracy counts: one L2 penalty on screened features is as good or better on the recorded data; "
         "or nearly all features matter: try one L2 penalty first, because a run of it sends less"
     )
     classes = True
