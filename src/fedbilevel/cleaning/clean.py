@@ -57,8 +57,8 @@ def clean_labels(
 
     Only sums and models travel between the clients and the server. Half of the clean samples are
     held out: on them, the classifier of the cleaned labels is compared with the classifier of the
-    given labels. It is accepted only if its calibrated log-likelihood is significantly higher, and if
-    it is not right less often.
+    given labels. It is accepted only on evidence: more right answers, flags of which at most half are
+    false, or a higher calibrated log-likelihood (`detectors/detector.py` has the rule).
 
     clients: one dict per client. `train` has `image` and `label`; `val` has the samples whose labels
         were checked, and may be absent at some clients; `test` is optional.

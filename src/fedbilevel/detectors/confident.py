@@ -1,7 +1,7 @@
 """Confident learning between clients: as many labels are flagged as the counts of mistakes say.
 
 Use it when you need the rival of label_em with sums only. It needs no clean samples, except for the
-guard. It costs 7 rounds of detection.
+guard. It costs three rounds more than `as_given`.
 
 With p_j = softmax(b S_j), the leave-one-out probabilities of `own_loss`:
 
@@ -21,10 +21,10 @@ Deviations: (1) Probabilities are those of a ridge regression without the sample
 cross validation. (2) Cuts are rounded to bins, towards fewer flags.
 
 Bias: counts at the thresholds t are biased where the classifier is, and with most labels wrong they
-break down.
+break down unless the scores are regularised (`ridge`).
 
-Cost of a whole run: 7 rounds of detection, in which a client sends D (D + 1) / 2 + O(C D) floats and
-200 C^2 counts, and the rounds of `as_given`.
+Cost of a whole run: the rounds of `as_given`, in which a client sends D (D + 1) / 2 + O(C D) floats,
+and three more, with 200 C^2 counts.
 """
 
 from __future__ import annotations

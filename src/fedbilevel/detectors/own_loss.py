@@ -1,7 +1,7 @@
 """Own loss: the probability of each label by a classifier of the given labels without that sample.
 
 Use it when you need the simplest ranking of suspects beside a detector that models the noise. It
-needs no clean samples, except for the guard. It costs 4 rounds of detection.
+needs no clean samples, except for the guard. It costs one round more than `as_given`.
 
     W = A (sum z e_label' + B_c),   S_j the scores of W without sample j (as in label_em)
     b = argmax of sum_j log softmax(b S_j)_label,   q_j = softmax(b S_j)
@@ -12,11 +12,11 @@ Reference: none; ranking by training loss is common practice, here without the s
 
 Deviations: none.
 
-Bias: the classifier learns from wrong labels, so its probabilities are too flat, and with much noise
-it flags right labels as well.
+Bias: the classifier learns from wrong labels, so its probabilities are too flat, and it flags many
+right labels: on the digits, half of its flags are false with 20 % noise (`cleaning-digits`).
 
-Cost of a whole run: 4 rounds of detection, in which a client sends D (D + 1) / 2 + O(C D) floats, and
-the rounds of `as_given`.
+Cost of a whole run: the rounds of `as_given`, in which a client sends D (D + 1) / 2 + O(C D) floats,
+and one more.
 """
 
 from __future__ import annotations

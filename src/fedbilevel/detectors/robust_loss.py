@@ -21,8 +21,8 @@ Deviations: (1) The papers flag nothing; the flags here are those of the trained
 that FedAvg with short steps approaches. FedAvg itself is `fedavg` on the task data_cleaning with
 the same setting `loss`. (3) Truncation of gce is omitted.
 
-Bias: both losses are not convex, so the minimum depends on the start, W = 0. With most labels wrong
-the likely class is the wrong one, and the loss trusts it.
+Bias: both losses are not convex, so the minimum depends on the start, W = 0. Where a wrong label is
+more frequent than the right one, the loss trusts the wrong label.
 
 Cost of a whole run: the rounds of `as_given`. No round is added.
 """

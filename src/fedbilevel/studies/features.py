@@ -4,8 +4,8 @@ Every repeat draws training samples anew (bootstrap within clients) and adds a s
 feature: the same column with its values permuted within the client, which says nothing about the
 label. One penalty per column is learned by self_tuned (task `regularisation`). A feature is hit if
 its weight is larger than 95 % of the weights of shadows; its stability is the share of repeats in
-which it is hit. Features that are hit often enough are selected, and the model on these is the guarded choice
-between learned penalties and one penalty for all (studies/guarded.py).
+which it is hit. Features that are hit often enough are selected, and the model on these is the guarded
+choice between learned penalties and the plain ways (studies/guarded.py).
 
 Shadows follow Kursa and Rudnicki, "Feature Selection with the Boruta Package", 2010; stability
 follows Meinshausen and Buehlmann, "Stability selection", 2010. Their error rates are not promised

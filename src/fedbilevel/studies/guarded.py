@@ -133,7 +133,7 @@ def guarded(
     >>> task = fb.tasks.Regularisation(num_noise=20, parametrisation="sigmoid")
     >>> found = fb.guarded(task, num_rounds=20, num_folds=2)
     >>> sorted(found.contenders), found.answer
-    (['bilevel', 'l1_grid', 'l2', 'l2_grid', 'screened'], 'bilevel')
+    (['bilevel', 'l1_grid', 'l2', 'l2_grid', 'screened'], 'screened')
     """
     if not isinstance(task, Task):
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Regularisation().")

@@ -63,7 +63,7 @@ from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.task import Built, Shapes, Task
 
-KL = 0.1  # a tenth of it put all weight on one of several good sources where target samples are few
+KL = 0.1  # with a tenth of it, one of several good sources got nearly all weight on Shakespeare's roles
 _SYMBOLS = "abcdefghijkl"  # of the chains
 _STOPPED = {"learn_x": False}  # of self_tuned: validation samples choose the state
 _CORRUPTIONS = ("shuffled", "backwards", "half random", "repeated line")

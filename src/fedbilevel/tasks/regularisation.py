@@ -26,7 +26,7 @@ data/mixture.py). Of the training part of `a9a`, every client gets its own sampl
 so a random quarter of it becomes the test part. In `adult`, the clients are the most common work
 classes (private, self-employed, local government, ...), and each has people of its own class.
 `num_noise` adds columns of standard normal numbers, which say nothing about the label. With many of
-them, one penalty for all features is either too small for noise or too large for the others: the
+them, one L2 penalty for all features is either too small for noise or too large for the others: the
 reason to learn one penalty per feature.
 
 Rivals: `l2` is one penalty 1/n, the default of common libraries, and `l2_grid` chooses one penalty
