@@ -184,12 +184,13 @@ def test_what_the_page_on_cleaning_says_about_rivals():
         large = means("cleaning-mnist", panel)
         assert large["label-em"]["f1"] > large["cleanlab"]["f1"]
         assert large["label-em"]["f1"] > large["gce"]["f1"]
-        assert large["label-em"]["cleaned"] > large["cleanlab"]["cleaned"]
+        ahead = large["label-em"]["cleaned"] - large["cleanlab"]["cleaned"]
+        assert ahead > (0.002 if panel in ("rho04", "rho08", "rho095") else 0)
         assert large["label-em"]["linear"] > large["right"]["linear"] - 0.002
         little = panel not in ("rho08", "rho095")
         assert (large["gce"]["average_precision"] > large["label-em"]["average_precision"]) == little
         behind = large["label-em"]["cleaned"] - large["gce"]["cleaned"]
-        assert abs(behind) < 0.0015 if little else behind > 0.01
+        assert abs(behind) < 0.0015 if little else behind > (0.1 if panel == "rho095" else 0.01)
     behind = {
         panel: figures["right"]["cleaned"] - figures["label-em"]["cleaned"]
         for panel, figures in ((panel, means("cleaning-mnist", panel)) for panel in ("rho04", "rho08", "rho095"))

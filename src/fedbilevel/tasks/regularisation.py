@@ -196,14 +196,16 @@ class Regularisation(Task):
                 lambda label, run: {"x0": {"lambda": self._matched(float(label), run.y, power)}, "y0": run.y},
             )
 
-        def screened(label: str, clients: Sequence[Holdings]) -> Way:
+        strength = associations(built.clients).abs()
+
+        def screened(label: str, clients: Sequence[Holdings], strength: Tensor) -> Way:
             cut, weight = _PAIRS[label]
-            return _plain(built.problem, _ridge(weight), clients, associations(clients).abs() > cut)
+            return _plain(built.problem, _ridge(weight), clients, strength > cut)
 
         def cut_start(label: str, run: Any) -> dict[str, Any]:
             cut, weight = _PAIRS[label]
-            matched, weak = self._matched(weight, run.y, 2), associations(built.clients).abs() <= cut
-            matched[:-1][weak] = self._value(torch.tensor(_DROPPED))
+            matched = self._matched(weight, run.y, 2)
+            matched[:-1][strength <= cut] = self._value(torch.tensor(_DROPPED))
             return {"x0": {"lambda": matched}, "y0": run.y}
 
         return {
@@ -212,8 +214,8 @@ class Regularisation(Task):
             "l1_grid": grid(_lasso, "one L1 penalty", 1),
             "screened": Rival(
                 f"features above a cut, one L2 penalty, {len(_PAIRS)} pairs by validation samples",
-                {label: screened(label, built.clients) for label in _PAIRS},
-                lambda label: screened(label, pooled),
+                {label: screened(label, built.clients, strength) for label in _PAIRS},
+                lambda label: screened(label, pooled, associations(pooled).abs()),
                 cut_start,
             ),
         }
