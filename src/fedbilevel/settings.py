@@ -129,6 +129,18 @@ def whole_number(label: str, value: Any, least: int | None = None, other: str = 
     return int(value)
 
 
+def names_for(label: str, value: Any, num: int, kind: str, *, distinct: bool = False) -> list[str]:
+    """Return names as a list, one for each of `num` clients or classes; raise for anything else."""
+    words = not isinstance(value, str) and hasattr(value, "__len__") and all(isinstance(name, str) for name in value)
+    if not words or len(value) != num:
+        raise SettingError(f"{label} is {value!r:.80}, expected {num} names, one for each {kind}.")
+    names = list(value)
+    if distinct and len(set(names)) < num:
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SettingError(f"{label} has {twice!r:.80} more than once, expected another name for each {kind}.")
+    return names
+
+
 def kinds(hint: Any) -> tuple[Any, ...]:
     """Return the alternatives of a type: `float | None` gives (float, NoneType)."""
     return (

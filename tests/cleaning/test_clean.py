@@ -11,8 +11,10 @@ import torch
 
 import fedbilevel as fb
 from fedbilevel.cleaning.outcome import caveats
+from fedbilevel.data.sets.digits import digits
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import DataError, ProblemError, SettingError, UnknownNameError
+from support.stops import ctrl_c
 
 
 def samples(rng, num, *, shape=(5,), apart=4.0, classes=3):
@@ -146,10 +148,52 @@ def test_a_class_without_clean_samples_is_named():
 
 
 def test_caveats_speak_of_what_is_missing_only():
-    full = {"num_clients": 4, "share": 1.0, "cut": {"log_odds": 1.0}, "by_rate": True, "rate": 0.05}
+    full = {
+        "num_clients": 4, "share": 1.0, "cut": {"log_odds": 1.0}, "by_rate": True, "rate": 0.05,
+        "verdict": "unchecked", "wrong": 0.5, "num_train": 30, "num_features": 20,
+    }  # fmt: skip
     assert caveats(num_clean=[3, 4], class_names=["a", "b"], **full) == []
     assert len(caveats(num_clean=[0, 4], class_names=["a", "b"], **full)) == 1
     assert "these classes" in caveats(num_clean=[0, 0, 4], class_names=["a", "b", "c"], **full)[0]
+    two = {"num_clean": [3, 4], "class_names": ["a", "b"]}
+    assert "60% of the labels are estimated to be wrong" in caveats(**two, **{**full, "wrong": 0.6})[0]
+    assert caveats(**two, **{**full, "wrong": 0.6, "verdict": "rejected"}) == []
+    for verdict, num in (("unchecked", 1), ("rejected", 1), ("accepted", 0)):
+        assert len(caveats(**two, **{**full, "num_train": 29, "verdict": verdict})) == num
+
+
+def test_few_samples_of_many_features_have_both_caveats():
+    images, labels = digits()
+    rng = np.random.default_rng(0)
+    order = rng.permutation(len(labels))[:300]
+    label, wrong = labels[order], rng.random(300) < 0.15
+    label = np.where(wrong, (label + rng.integers(1, 10, 300)) % 10, label)
+    found = fb.clean_labels([{"train": {"image": images[order].reshape(-1, 8, 8), "label": label}}])
+    assert sum(flags.sum() for flags in found.flags) > 150  # 15 % are wrong
+    assert "of the labels are estimated to be wrong, and nothing checks this" in found.caveats[0]
+    assert "There are only 300 training samples for 432 features" in found.caveats[1]
+
+
+@pytest.mark.parametrize(
+    ("num_val", "lacking", "said"),
+    [
+        (0, None, "No held-out clean sample can check the result, so nothing is promised"),
+        (10, None, "Only 5 held-out clean samples can check the result, so nothing"),
+        (2, None, "Only 1 held-out clean sample, with 1 of the 3 classes, can check the result"),
+        (40, 2, "Only 20 held-out clean samples, with 2 of the 3 classes, can check the result"),
+    ],
+)
+def test_the_sentence_says_what_can_check_the_result(num_val, lacking, said):
+    clients = noisy(num_val=0)
+    some = samples(np.random.default_rng(1), 200)
+    keep = np.flatnonzero(some["label"] != lacking)[:num_val]
+    clients[0]["val"] = {name: values[keep] for name, values in some.items()}
+    assert said in fb.clean_labels(clients).sentence
+
+
+def test_a_stopped_cleaning_does_not_speak_of_clean_samples():
+    found = fb.clean_labels(noisy(num_val=60), callbacks=[lambda progress: progress.iteration == 3])
+    assert "The run was stopped before the result was checked, so nothing is promised" in found.sentence
 
 
 def test_flags_at_a_rate_need_enough_held_out_samples():
@@ -162,6 +206,17 @@ def test_flags_at_a_rate_need_enough_held_out_samples():
     assert flags.sum() == found.found["cut"]["flags"]
     assert flags[wrong].mean() > 0.9
     assert (flags & ~wrong).sum() <= 0.1 * flags.sum()
+
+
+def test_the_bound_of_the_guard_is_said_of_the_labels_that_it_counts():
+    clients = noisy(num_val=400, num_wrong=30)
+    half, rate = (fb.clean_labels(clients, flag=flag) for flag in ("half", "rate"))
+    assert half.found["basis"] == rate.found["basis"] == "flags"
+    most = f"{half.found['most_false']:.0%}"
+    end = ", with a probability of 95 %, which decided."
+    counted = f"Of the labels that are more likely wrong than right, at most {most} are right"
+    assert half.sentence.endswith(f". At most {most} of the flags are false{end}")
+    assert rate.sentence.endswith(f". {counted}{end}")
 
 
 def test_images_get_random_features_and_a_module_may_replace_them():
@@ -202,10 +257,11 @@ def one(**changes):
     [
         (one(train={"image": np.zeros((3, 5)), "kind": np.zeros(3, int)}), {}, ProblemError, "rename the fields"),
         (one(train={"image": np.zeros((3, 5)), "label": np.zeros(3)}), {}, ProblemError, "number the classes from 0"),
-        (one(val={"image": np.zeros((3, 5)), "label": np.full(3, -1)}), {}, ProblemError, "labels are from -1 to 2"),
+        (one(val={"image": np.zeros((3, 5)), "label": np.full(3, -1)}), {}, ProblemError, "has the label -1 in 'val'"),
         (one(train={"image": np.zeros((0, 5)), "label": np.zeros(0, int)}), {}, ProblemError, "no training samples"),
         (one(val={"image": np.zeros((3, 6)), "label": np.zeros(3, int)}), {}, ProblemError, "have 5, 6 features"),
-        (noisy(), {"num_classes": 2}, ProblemError, "num_classes is 2"),
+        (noisy(), {"num_classes": 1}, ProblemError, "num_classes is 1, expected at least two"),
+        (noisy(), {"num_classes": 2}, ProblemError, "has the label 2 in 'train', .* for 2 classes"),
         (noisy(), {"features": "best"}, SettingError, "a module that maps images"),
         (noisy(), {"features": lambda images: 3}, ProblemError, "the module returned int"),
         (noisy(), {"features": "convolutional"}, ProblemError, "square images of at least 6 x 6"),
@@ -213,10 +269,42 @@ def one(**changes):
         (noisy(), {"detector": "label_me"}, UnknownNameError, "Did you mean 'label_em'"),
         (noisy(), {"detector": LabelEM(), "ridge": 0.1}, SettingError, "has its settings already"),
         (noisy(), {"names": ["a"]}, SettingError, "4 names, one for each client"),
+        (noisy(), {"names": ["a", "b", "a", "c"]}, SettingError, "names has 'a' more than once, expected another name"),
+        (noisy(), {"names": 4}, SettingError, "names is 4, expected 4 names"),
         (noisy(), {"class_names": "abc"}, SettingError, "3 names, one for each class"),
         ([], {}, ProblemError, "no clients"),
+        ("hosp", {}, ProblemError, "clients is 'hosp', expected a list with one dict per client: read files"),
     ],
 )  # fmt: skip
 def test_refusals(clients, settings, error, text):
     with pytest.raises(error, match=text):
         fb.clean_labels(clients, **settings)
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_no_cleaning(tmp_path, monkeypatch):
+    clients = noisy()
+    with monkeypatch.context() as patch:
+        ctrl_c(patch, LabelEM)
+        with pytest.raises(KeyboardInterrupt):
+            fb.clean_labels(clients, record=tmp_path)
+    resumed, whole = fb.clean_labels(clients, record=tmp_path, resume=True), fb.clean_labels(clients)
+    assert all(np.array_equal(a, b) for a, b in zip(whole.posteriors, resumed.posteriors, strict=True))
+
+
+def counted_from_one(clients):
+    return [{role: {**part, "label": part["label"] + 1} for role, part in client.items()} for client in clients]
+
+
+def test_labels_start_at_0_unless_names_say_that_class_0_has_no_samples():
+    with pytest.raises(ProblemError, match="labels are from 1 to 3, expected labels that start at 0: subtract 1"):
+        fb.clean_labels(counted_from_one(noisy()))
+    found = fb.clean_labels(counted_from_one(noisy()), class_names=["ant", "cat", "dog", "emu"])
+    assert found.caveats[0].startswith("No clean sample shows ant")
+
+
+@pytest.mark.parametrize("how", [{"num_classes": 3}, {"class_names": ["cat", "dog", "emu"]}])
+def test_a_label_out_of_range_is_named_with_its_client_and_role(how):
+    clients = noisy()
+    clients[2]["val"]["label"][5] = 3
+    with pytest.raises(ProblemError, match="client 2 has the label 3 in 'val', expected whole numbers from 0 to 2"):
+        fb.clean_labels(clients, **how)

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 import fedbilevel as fb
+from fedbilevel.algorithms.fedadam import FedAdam
 from fedbilevel.cleaning.augment import moved
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, rows_of, train_folds, train_network
 from fedbilevel.cleaning.residual import Residual
 from fedbilevel.errors import UnknownNameError
 from fedbilevel.studies.kinds import network_cleaning
+from support.stops import ctrl_c
 
 BRIEF = Training(num_folds=2, width=4, num_rounds=4, batch_size=8)
 
@@ -210,3 +212,9 @@ def test_every_row_of_the_study_may_answer_together_with_its_networks_of_folds(t
     folds, last = work.folds("given"), work.plain()
     mean = np.mean([one.probabilities(work.clean()["image"]) for one in (last, *folds.passes[0])], axis=0)
     assert np.allclose(folds.together(last, 0).probabilities(work.clean()["image"]), mean)
+
+
+def test_ctrl_c_in_the_training_of_a_fold_leaves_no_networks(monkeypatch):
+    ctrl_c(monkeypatch, FedAdam)
+    with pytest.raises(KeyboardInterrupt):
+        fb.clean_labels(striped(), features="out_of_fold", training=BRIEF.asdict())

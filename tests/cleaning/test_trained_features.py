@@ -9,11 +9,13 @@ from click.testing import CliRunner
 from torch import nn
 
 import fedbilevel as fb
+from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.cleaning import network
 from fedbilevel.cleaning.network import hidden, train_network
 from fedbilevel.cli.main import cli
 from fedbilevel.errors import ProblemError
 from fedbilevel.studies.kinds import cleaning
+from support.stops import ctrl_c
 
 WHERE = {"device": "cpu", "dtype": torch.float32, "engine": "simulation"}
 
@@ -111,3 +113,9 @@ def test_the_command_and_the_study_train_features_as_well(tmp_path):
         both[features] = go.figures
     assert both["trained"]["rounds"] == both["given"]["rounds"] + 8
     assert both["trained"]["megabytes"] > 0.2
+
+
+def test_ctrl_c_in_the_training_of_features_leaves_no_network(brief, monkeypatch):
+    ctrl_c(monkeypatch, FedAvg)
+    with pytest.raises(KeyboardInterrupt):
+        train_network([{"train": stripes(np.random.default_rng(0), 20)}], 3, seed=0, **WHERE)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import csv
+import re
+import shlex
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import fedbilevel as fb
+from fedbilevel.cli import clean
 from fedbilevel.cli.main import cli
 from fedbilevel.data.folders import write_folder
-from fedbilevel.errors import SettingError
+from fedbilevel.detectors.label_em import LabelEM
+from fedbilevel.errors import CheckpointError, SettingError
+from fedbilevel.tasks.data_cleaning import DataCleaning
+from support.stops import ctrl_c
 
 SMALL = ["--num-clients", "3", "--noise", "0.2", "--test-share", "0.5", "--num-clean", "20"]
 
@@ -86,3 +93,41 @@ def test_the_list_shows_detectors():
     assert "Detectors of wrong labels" in shown
     assert all(name in shown for name in ("label_em", "confident", "own_loss", "as_given"))
     assert "_scored" not in shown
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_ctrl_c_names_the_command_that_resumes(tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    out = ["--out", "my runs/c"] if named else []
+    with monkeypatch.context() as patch:
+        ctrl_c(patch, LabelEM)
+        stopped = invoke(*SMALL, *out)
+    assert stopped.exit_code == 130
+    assert "flagged" not in stopped.output
+    [command] = re.findall(r"Stopped\. To resume: (.*)", stopped.output)
+    words = shlex.split(command)
+    folder = words[words.index("--out") + 1]
+    assert words == ["fedbilevel", "clean", *SMALL, "--out", folder, "--resume"]
+    with pytest.raises(CheckpointError) as told:
+        CliRunner().invoke(cli, ["resume", folder], catch_exceptions=False)
+    assert command in str(told.value)
+    resumed = CliRunner().invoke(cli, words[1:], catch_exceptions=False)
+    assert resumed.exit_code == 0
+    assert "labels are flagged as wrong" in resumed.output
+
+
+def test_ctrl_c_before_the_first_checkpoint_promises_nothing(tmp_path, monkeypatch):
+    def stop(*given, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(clean, "clean_labels", stop)
+    stopped = invoke(*SMALL, "--out", tmp_path / "run")
+    assert stopped.exit_code == 130
+    assert "Stopped before anything was saved." in stopped.output
+
+
+def test_a_cleaning_from_python_is_resumed_there(tmp_path):
+    clients = DataCleaning(num_clients=3, noise=0.2, test_share=0.5, num_clean=20).build().clients
+    fb.clean_labels(clients, record=tmp_path, callbacks=[lambda progress: True])
+    with pytest.raises(CheckpointError, match=r"use clean_labels\(\.\.\., record=\.\.\., resume=True\) from Python"):
+        CliRunner().invoke(cli, ["resume", str(tmp_path)], catch_exceptions=False)

@@ -127,9 +127,9 @@ def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has
     gain = fair[0] - fair[1]
     evidence = gain.mean() / (gain.std(ddof=1) / 3)
     assert state.found["evidence"] == pytest.approx(evidence, rel=1e-9)
-    sure = state.found["gain"] >= 2 * state.found["gain_error"]
     assert 1.645 * state.found["gain_error"] > 0.003  # too few to exclude a loss by right answers
-    assert state.found["verdict"] == ("accepted" if t >= -2 and (evidence >= 1.645 or sure) else "rejected")
+    assert state.found["most_false"] > 0.5  # and by flags
+    assert state.found["verdict"] == ("accepted" if t >= -2 and evidence >= 2 else "rejected")
     few = drive(LabelEM(ridge=0.02, num_fit_rounds=5, least_clean=10), built, em.num_iterations())[1]
     assert few.found["verdict"] == "unchecked"
     assert torch.equal(few.y, em.classifier(few, 1))
@@ -177,6 +177,20 @@ def test_the_cut_is_the_lowest_one_at_which_few_flags_are_false():
     assert discovery_cut(torch.tensor(seen).double(), torch.tensor(unseen) * 0, 500.0, 0.1) is None
 
 
+@pytest.mark.parametrize("means", [(-4.0, 4.0), (-1.0, 3.0)])  # a cut in all draws, and in most
+def test_few_draws_have_more_false_flags_than_the_rate(means):
+    rng, num_right, num_wrong, draws = np.random.default_rng(0), 1200, 800, 400
+    binned = lambda odds: torch.tensor(np.histogram(odds, 200, (-16, 16))[0]).double()
+    over = 0
+    for _ in range(draws):
+        right, unseen = rng.normal(means[0], 2, num_right), rng.normal(means[0], 2, 300)
+        both = binned(np.concatenate([right, rng.normal(means[1], 2, num_wrong)]))
+        cut = discovery_cut(both, binned(unseen), float(num_right), 0.05)
+        if cut is not None:
+            over += int((right >= cut["log_odds"]).sum()) > 0.05 * cut["flags"]
+    assert 0 < over / draws <= 0.06  # 5 %, and one standard error
+
+
 @pytest.mark.parametrize("count", [0, 1, 5, 40])
 def test_a_count_is_below_its_bound_in_95_of_100_draws(count):
     """The mean at which so few events have a probability of 5 %."""
@@ -192,13 +206,13 @@ def test_without_two_samples_the_guard_knows_nothing():
 
 
 def test_the_guard_accepts_evidence_only():
-    figures = {"t": 3.0, "gain": 0.01, "gain_error": 0.02, "evidence": 1.7, "num_guard": 200}
-    ruled = lambda **other: basis({**figures, **other}, -2.0, 1.0)
+    figures = {"t": 3.0, "gain": 0.01, "gain_error": 0.02, "evidence": 2.1, "num_guard": 200}
+    ruled = lambda **other: basis({**figures, **other}, -2.0, 2.0)
     assert ruled() == "likelihood"
-    assert ruled(evidence=1.6) == ""  # not worse, but not surely better
-    sure = 2.1 * figures["gain_error"]
-    assert ruled(evidence=0.9, gain=sure) == "answers"  # surely right more often
-    assert ruled(evidence=0.9, gain=0.9 * sure) == ""
+    assert ruled(evidence=1.9) == ""  # not worse, but not surely better
+    sure = 2.1 * figures["gain_error"]  # right more often by two standard errors
+    assert ruled(gain=sure) == "answers"
+    assert ruled(evidence=1.9, gain=sure) == ""  # right answers alone are no evidence
     assert ruled(evidence=9.0, gain=-0.03) == ruled(evidence=9.0, t=-2.1) == ""
 
 

@@ -24,10 +24,11 @@ from fedbilevel.engines.ranks import EngineName
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.runs.callbacks import Callback
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
-from fedbilevel.settings import made
+from fedbilevel.settings import made, names_for
 from fedbilevel.tasks import soft_labels
 from fedbilevel.tasks.findings import accuracies
 
@@ -48,6 +49,7 @@ def clean_labels(
     resume: bool = False,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
+    describe: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     engine: EngineName = "simulation",
@@ -77,12 +79,14 @@ def clean_labels(
     retrain: with networks of folds, train last networks on the labels as given, without the flagged
         samples, and with posteriors for them; the guard chooses (`cleaning.last_network`), and
         `predict` uses its choice, as a mean with the networks of folds.
-    num_classes: number of classes; None: the largest label plus one.
+    num_classes: number of classes; None: one per name in class_names, or the largest label plus one.
     flag: "half" flags labels that are wrong with a probability above one half; "rate" flags at a
         false-discovery rate (setting `rate`), with a 95 % bound from held-out clean samples.
     names, class_names, files: names of the clients, of the classes, and of the samples of every
         client, for tables and files.
-    record, resume, callbacks, seed, device, dtype, engine: as in `solve`.
+    record, resume, callbacks, describe, seed, device, dtype, engine: as in `solve`.
+
+    Ctrl-C finishes the outer iteration, saves a checkpoint in the record, and raises KeyboardInterrupt.
 
     >>> import numpy as np
     >>> import fedbilevel as fb
@@ -107,17 +111,20 @@ def clean_labels(
         )
     where: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype, "engine": engine}
     how = made(Training, training or {})
+    if num_classes is None and isinstance(class_names, Sequence) and not isinstance(class_names, str):
+        num_classes = len(class_names)
     ready, spent = _ready(clients, features, num_classes, how, where)
     if isinstance(ready.network, FoldNetworks) and isinstance(chosen, Scored):
         chosen = replace(chosen, reads="probabilities")
     labelled = _names("class_names", class_names, ready.num_classes, "class")
     named = _names("names", names, len(ready.clients), "client")
+    about = {"flag": flag, **({} if names is None else {"names": named})}
     result = _detected(
         ready, chosen, record=record, resume=resume, callbacks=callbacks,
-        describe={"cleaning": {"flag": flag, **({} if names is None else {"names": named})}}, **where,
+        describe={**(describe or {}), "cleaning": about}, **where,
     )  # fmt: skip
     cleaning = _outcome(chosen, ready, result, spent, flag, named, labelled, files)
-    if retrain and "verdict" in result.state.found:  # an interrupted run has no posteriors yet
+    if retrain and "verdict" in result.state.found:  # a run that a callback stopped has no posteriors yet
         last = retrained(
             [checked(one, i) for i, one in enumerate(clients)],
             cleaning.flags,
@@ -152,8 +159,8 @@ def _ready(
 
 def _detected(ready: Prepared, detector: Detector, **options: Any) -> Result:
     num = detector.num_iterations()
-    return solve(
-        ready.problem, ready.clients, detector, num_iterations=num, measure_every=num, residuals=False, **options
+    return whole(
+        solve(ready.problem, ready.clients, detector, num_iterations=num, measure_every=num, residuals=False, **options)
     )
 
 
@@ -181,7 +188,7 @@ def _outcome(
     files: Sequence[Sequence[str]] | None,
 ) -> Cleaning:
     state, found = result.state, dict(result.state.found)
-    is_whole = "verdict" in found  # an interrupted run has no classifiers to test
+    is_whole = "verdict" in found  # a run that a callback stopped has no classifiers to test
     if not is_whole:
         found = {
             "verdict": "unchecked",
@@ -202,13 +209,15 @@ def _outcome(
     num_clean = state.clean.double().view(-1, ready.num_classes)[-1] * len(ready.clients)
     notes = caveats(
         num_clean=num_clean.tolist(), num_clients=len(ready.clients), share=float(state.counts[2]), cut=cut,
-        by_rate=flag == "rate", rate=chosen.rate, class_names=class_names,
+        by_rate=flag == "rate", rate=chosen.rate, class_names=class_names, verdict=found["verdict"],
+        wrong=float(np.concatenate(wrong).mean()), num_train=sum(map(len, labels)),
+        num_features=ready.clients[0]["train"]["image"].shape[1],
     )  # fmt: skip
     transition = state.transition.double().view(ready.num_classes, -1).cpu().numpy()
     flags, both = [own >= least for own in wrong], _classifiers(chosen, state, ready.num_classes)
     return Cleaning(
         names, class_names, labels, posteriors, flags, transition, found, notes, result, ready.rows, files, both,
-        of_clients(ready.clients, flags, names), tested(ready.clients, both) if is_whole else None,
+        of_clients(ready.clients, flags, names), tested(ready.clients, both) if is_whole else None, flag=flag,
     )  # fmt: skip
 
 
@@ -238,9 +247,7 @@ def _detector(given: Any, settings: dict[str, Any]) -> Detector:
 def _names(what: str, given: Sequence[str] | None, num: int, kind: str) -> list[str]:
     if given is None:
         return [str(i) if kind == "class" else f"client-{i}" for i in range(num)]
-    if isinstance(given, str) or len(given) != num or not all(isinstance(name, str) for name in given):
-        raise SettingError(f"{what} is {given!r:.80}, expected {num} names, one for each {kind}.")
-    return list(given)
+    return names_for(what, given, num, kind, distinct=kind == "client")  # files of clients carry their names
 
 
 def _shown(ready: Prepared, clients: Sequence[Holdings]) -> list[dict[str, Any]]:

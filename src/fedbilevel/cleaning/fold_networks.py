@@ -30,6 +30,7 @@ from fedbilevel.cleaning.resnet18 import ResNet18
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.oracle.precision import Precision
 from fedbilevel.problem.problem import Problem
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import Settings, setting
 
@@ -204,5 +205,5 @@ def train_network(
         num_local_steps=training.num_local_steps, lr_lower=training.lr_lower, server_lr=training.server_lr,
         server_damping=training.server_damping, precision=training.precision, **where,
     )  # fmt: skip
-    cost = {name: float(result.rows[-1][name]) for name in ("rounds", "megabytes")}
+    cost = {name: float(whole(result).rows[-1][name]) for name in ("rounds", "megabytes")}
     return Network(shape, {name: leaf.detach() for name, leaf in result.y.items()}, cost, training.mirror)

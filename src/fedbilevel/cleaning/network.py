@@ -27,6 +27,7 @@ from torch.nn.functional import conv2d, cross_entropy, linear, max_pool2d
 from fedbilevel.cleaning.square_network import standardised
 from fedbilevel.data.random_features import RandomConvolutions
 from fedbilevel.problem.problem import Problem
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.initial import uniform
 
@@ -74,7 +75,7 @@ def train_network(
     # a run needs validation samples, which FedAvg does not learn from
     held = [{"train": one, "val": {name: values[:1] for name, values in one.items()}} for one in own]
     num = _TRAINING["num_iterations"]
-    result = solve(problem, held, "fedavg", seed=seed, measure_every=num, residuals=False, **_TRAINING, **where)
+    result = whole(solve(problem, held, "fedavg", seed=seed, measure_every=num, residuals=False, **_TRAINING, **where))
     cost = {name: float(result.rows[-1][name]) for name in ("rounds", "megabytes")}
     return Network({name: leaf.detach().cpu() for name, leaf in result.y.items()}, side, channels, cost)
 

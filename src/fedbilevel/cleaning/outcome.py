@@ -18,6 +18,7 @@ from fedbilevel.runs.result import Result
 
 COLUMNS = ("file", "sample", "label", "suggested", "probability", "flagged")
 FEW_CLIENTS = 0.5  # share of clients with clean samples below which a sentence warns
+PER_FEATURE = 1.5  # training samples per feature; with fewer, label_em flags many right labels of the digits
 
 
 class Suspect(NamedTuple):
@@ -49,6 +50,7 @@ class Cleaning:
     truth, tested: precision and recall of the flags where wrong labels are marked, and accuracies of
         both classifiers where there are test samples.
     last: the network that the guard chose among those trained again, with retrain=True.
+    flag: "half" or "rate", as given.
 
     >>> import fedbilevel as fb
     >>> clients = fb.tasks.DataCleaning(noise=0.2, num_clean=40).build().clients
@@ -72,6 +74,7 @@ class Cleaning:
     truth: Truth | None = None
     tested: Tested | None = None
     last: Choice | None = None
+    flag: str = "half"
 
     @property
     def verdict(self) -> str:
@@ -160,12 +163,9 @@ class Cleaning:
         num, flagged = sum(map(len, self.labels)), sum(int(flags.sum()) for flags in self.flags)
         first = f"{flagged:,} of {num:,} labels are flagged as wrong"
         if self.verdict == "unchecked":
-            what = f"{self.found['num_guard']:.0f} held-out clean samples"
-            if self.found.get("unseen"):
-                what += f", and none of {self.found['unseen']} of {len(self.class_names)} classes,"
             return (
-                f"{first}. Only {what} can check the result, so nothing is promised and the model is the one of the "
-                "given labels: look at the suspects before you act on them."
+                f"{first}. {self._unchecked}, so nothing is promised and the model is the one of the given labels: "
+                "look at the suspects before you act on them."
             )
         low, high = (100 * value for value in self.interval)
         measured = (
@@ -178,12 +178,27 @@ class Cleaning:
                 f"{first}, but the cleaning is rejected: {measured}, which is no sure gain, so the model is the one of "
                 "the given labels."
             )
+        most = f"{self.found.get('most_false', 1.0):.0%}"
+        bound = f"At most {most} of the flags are false"
+        if self.flag == "rate":  # the guard counts other labels than those at the rate
+            bound = f"Of the labels that are more likely wrong than right, at most {most} are right"
         why = {
             "likelihood": " So few samples cannot exclude a loss of 0.3 points, so the log-likelihood decided.",
-            "flags": f" At most {self.found.get('most_false', 1.0):.0%} of the flags are false, with a probability of "
-            "95 %, which decided.",
+            "flags": f" {bound}, with a probability of 95 %, which decided.",
         }
         return f"{first}, and the cleaning is accepted: {measured}.{why.get(self.found.get('basis', ''), '')}"
+
+    @property
+    def _unchecked(self) -> str:
+        """Return why nothing checks the result."""
+        num, classes = round(self.found["num_guard"]), len(self.class_names)
+        samples = f"{num} held-out clean sample{'' if num == 1 else 's'}"
+        if self.result.ending.state == "stopped":
+            return "The run was stopped before the result was checked"
+        if not num:
+            return "No held-out clean sample can check the result"
+        shown = f", with {classes - unseen} of the {classes} classes," if (unseen := self.found.get("unseen")) else ""
+        return f"Only {samples}{shown} can check the result"
 
     @property
     def sentences(self) -> list[str]:
@@ -204,13 +219,25 @@ class Cleaning:
 
 def caveats(
     *, num_clean: Sequence[float], num_clients: int, share: float, cut: Mapping[str, float] | None, by_rate: bool,
-    rate: float, class_names: Sequence[str],
+    rate: float, class_names: Sequence[str], verdict: str, wrong: float, num_train: int, num_features: int,
 ) -> list[str]:  # fmt: skip
-    """Return what cannot be guaranteed with these clean samples.
+    """Return what cannot be guaranteed with these samples.
 
     num_clean: clean samples per class that detection uses. share: of clients with clean samples.
+    wrong: estimated share of wrong labels. num_train: training samples of all clients.
     """
     found = []
+    if verdict == "unchecked" and wrong > 0.5:
+        found.append(
+            f"{wrong:.0%} of the labels are estimated to be wrong, and nothing checks this: if most labels are right, "
+            "the estimate has failed and the suspects mean nothing."
+        )
+    if verdict != "accepted" and num_train < PER_FEATURE * num_features:
+        found.append(
+            f"There are only {num_train:,} training samples for {num_features:,} features, fewer than {PER_FEATURE} "
+            "per feature, so most flags can be false: give more samples or fewer features, or compare with the "
+            "detector confident."
+        )
     lacking = [name for name, num in zip(class_names, num_clean, strict=True) if num < 0.5]
     if len(lacking) == len(class_names):
         found.append(

@@ -16,6 +16,7 @@ from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.holdings import check_clients, fields_of
 from fedbilevel.problem.problem import Problem
+from fedbilevel.settings import whole_number
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.task import Shapes
 
@@ -59,13 +60,7 @@ def prepared(
     """
     check_clients(clients)
     given = [checked(client, i) for i, client in enumerate(clients)]
-    labels = np.concatenate([part["label"] for client in given for part in client.values()])
-    found = int(labels.max()) + 1 if num_classes is None else num_classes
-    if found < 2 or labels.min() < 0 or labels.max() >= found:
-        raise ProblemError(
-            f"labels are from {labels.min()} to {labels.max()} and num_classes is {num_classes}, expected whole "
-            "numbers from 0 to num_classes - 1 for at least two classes: number the classes from 0."
-        )
+    found = number_of_classes(given, num_classes)
     network: Any = None
     if isinstance(features, str) and features == "trained":
         network = train_network(given, found, **where)
@@ -116,6 +111,32 @@ def checked(client: Holdings, number: int) -> dict[str, dict[str, np.ndarray]]:
     if "train" not in roles:
         raise ProblemError(f"client {number} has no training samples: give it at least one, or leave that client out.")
     return roles
+
+
+def number_of_classes(clients: Sequence[Mapping[str, Mapping[str, np.ndarray]]], num_classes: int | None) -> int:
+    """Return `num_classes`, by default the largest label plus one; raise for labels outside the classes."""
+    labels = [part["label"] for client in clients for part in client.values()]
+    low, high = min(int(some.min()) for some in labels), max(int(some.max()) for some in labels)
+    found = high + 1 if num_classes is None else whole_number("num_classes", num_classes)
+    if found < 2:
+        raise ProblemError(
+            f"labels are from {low} to {high} and num_classes is {num_classes}, expected at least two classes: give "
+            "samples of another class."
+        )
+    for i, client in enumerate(clients):
+        for role, part in client.items():
+            outside = part["label"][(part["label"] < 0) | (part["label"] >= found)]
+            if len(outside):
+                raise ProblemError(
+                    f"client {i} has the label {outside[0]} in {role!r}, expected whole numbers from 0 to "
+                    f"{found - 1} for {found} classes: number the classes from 0, or give more classes."
+                )
+    if num_classes is None and low:
+        raise ProblemError(
+            f"labels are from {low} to {high}, expected labels that start at 0: subtract {low}, or say how many "
+            "classes there are (class_names or num_classes) if class 0 has no samples."
+        )
+    return found
 
 
 def _array(value: Any) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,17 @@ from fedbilevel.errors import SettingError
 from fedbilevel.report.cleaning_tables import cleaning
 from fedbilevel.report.page import write_report
 from fedbilevel.runs.options import torch_device
+from fedbilevel.runs.record import Record
 from fedbilevel.tasks.data_cleaning import DataCleaning
 
 
 class CleanCommand(StudyCommand):
     owners = ((DataCleaning, "Built-in data, without folders"),)
     decided = ("learn", "features", "model", "num_hidden", "l2")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["words"] = [*args]  # the command that resumes repeats them
+        return super().parse_args(ctx, args)
 
 
 @click.command("clean", cls=CleanCommand)
@@ -65,7 +72,10 @@ class CleanCommand(StudyCommand):
 @click.option(
     "--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"
 )
+@click.pass_context
 def clean_command(
+    ctx: click.Context,
+    /,
     folders: tuple[Path, ...],
     detector: str,
     features: Any,
@@ -107,17 +117,38 @@ def clean_command(
     settings: dict[str, Any] = {"transition": "own"} if own_noise else {}
     clean_and_show(
         clients, folder, num_listed, detector=detector, features=features, flag=flag, rate=rate, retrain=retrain,
-        resume=resume, seed=seed, device=torch_device(device), **named, **settings,
+        resume=resume, seed=seed, device=torch_device(device),
+        command=_to_resume(ctx.meta["words"], None if out is not None else folder), **named, **settings,
     )  # fmt: skip
 
 
-def clean_and_show(clients: Any, folder: Path, num_listed: int, *, detector: str, **how: Any) -> None:
+def _to_resume(words: list[str], folder: Path | None) -> str:
+    """Return the command that resumes a cleaning.
+
+    folder: that of the record, unless the words name it.
+    """
+    named = [] if folder is None else ["--out", str(folder)]
+    return shlex.join(["fedbilevel", "clean", *(word for word in words if word != "--resume"), *named, "--resume"])
+
+
+def clean_and_show(
+    clients: Any, folder: Path, num_listed: int, *, detector: str, command: str | None = None, **how: Any
+) -> None:
     """Clean labels; print what was found and what it is worth; write files of clients and a page.
 
+    command: what resumes the cleaning on the command line, if it can be resumed.
     how: keywords of `clean_labels`.
     """
     with terminal.Bar(detector, ("test_accuracy", "f1")) as bar:
-        found = clean_labels(clients, detector=detector, record=folder, callbacks=[bar], **how)
+        try:
+            found = clean_labels(
+                clients, detector=detector, record=folder, callbacks=[bar],
+                describe=None if command is None else {"command": command}, **how,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            said = "Stopped." if command is None else f"Stopped. To resume: {command}"
+            terminal.say(said if Record(folder).checkpoint.exists() else "Stopped before anything was saved.")
+            sys.exit(130)
     for table in cleaning(found, num_listed):
         terminal.console.print(table)
     for text in found.sentences:

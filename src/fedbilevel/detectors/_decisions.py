@@ -88,27 +88,25 @@ def least_error(num: float) -> float:
 
 
 def basis(figures: Mapping[str, float], reject_below: float, accept_above: float) -> str:
-    """Return what the guard accepts by, "answers", "flags" or "likelihood", or "" if it rejects.
+    """Return what the guard accepts by, "flags", "answers" or "likelihood", or "" if it rejects.
 
     A classifier that is unsure of noisy labels has a low likelihood even where it is right more often.
-    So a likelihood that is not lower is no evidence for the other classifier. The evidence is the
-    calibrated likelihood, or right answers that are more by two standard errors.
-
-    Accuracy is what users read, so right answers must exclude a loss of MOST_LOSS with a one-sided bound
-    of 95 %. Where the samples are too few for that bound even if no answer is lost, the likelihood
-    decides alone, with the same bound on its own.
+    So a likelihood that is not lower is no evidence for the other classifier.
 
     A few hundred samples hardly tell two good classifiers apart, but they tell how often a right label
     is flagged. Flags most of which are surely wrong labels are evidence, unless answers speak against it.
+
+    Other evidence is the calibrated likelihood. Right answers must also exclude a loss of MOST_LOSS with a
+    one-sided bound of 95 %; where the samples are too few for that bound even if no answer is lost, the
+    likelihood decides alone.
     """
-    gain, error, evidence = figures["gain"], figures["gain_error"], figures["evidence"]
+    gain, error = figures["gain"], figures["gain_error"]
     if figures["t"] < reject_below or gain < -error:
         return ""
-    if gain >= 2 * error:
-        return "answers"
     if figures.get("most_false", 1.0) <= MOST_FALSE:
         return "flags"
+    if figures["evidence"] < accept_above:
+        return ""
     if gain - ONE_SIDED * error >= -MOST_LOSS:
-        return "answers" if evidence >= accept_above else ""
-    too_few = ONE_SIDED * least_error(figures["num_guard"]) > MOST_LOSS
-    return "likelihood" if too_few and evidence >= max(ONE_SIDED, accept_above) else ""
+        return "answers"
+    return "likelihood" if ONE_SIDED * least_error(figures["num_guard"]) > MOST_LOSS else ""

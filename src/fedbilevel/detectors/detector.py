@@ -11,10 +11,9 @@ errors, and e the standard error of the difference in right answers:
 
     t of the log-likelihood >= reject_below
     right answers: not fewer by more than e
-    right answers: more by 2 e; or at most half of the flags are false, by a 95 % bound from the held samples;
-        or a loss of 0.3 points is excluded (difference - 1.645 e >= -0.003) and t of the calibrated
-        log-likelihood >= accept_above; or the samples are too few to exclude it (1.645 e > 0.003) and that
-        t >= 1.645
+    at most half of the flags are false, by a 95 % bound from the held samples; or t of the calibrated
+        log-likelihood >= accept_above, and right answers exclude a loss of 0.3 points
+        (difference - 1.645 e >= -0.003) unless the samples are too few for that in any case
 
 Calibrated scores are multiplied by a temperature of their classifier, which maximises its likelihood
 of the held samples. Both classifiers have one, so the advantage of choosing it cancels.
@@ -60,9 +59,9 @@ class Detector(Classifiers):
         "than a standard error",
     )
     accept_above: float = setting(
-        1.0,
-        "standard errors by which the calibrated likelihood of an accepted classifier is higher, at least; 1.645 where "
-        "the held-out samples are too few to exclude a loss of 0.3 points of accuracy",
+        2.0,
+        "standard errors by which the calibrated likelihood of an accepted classifier is higher, at least, unless "
+        "most of its flags are surely wrong labels",
     )
     least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)

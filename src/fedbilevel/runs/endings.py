@@ -15,9 +15,19 @@ from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import CheckpointError, FedBilevelError, NonFiniteError, RankLostError
 from fedbilevel.runs.callbacks import Callback, Follower
 from fedbilevel.runs.record import Record
-from fedbilevel.runs.result import Ending
+from fedbilevel.runs.result import Ending, Result
 
 STOPPED = ("", "callback", "interrupted")  # who stops a run; where ranks differ, the last one counts
+
+
+def whole(result: Result) -> Result:
+    """Return the result of one of several runs, or raise KeyboardInterrupt if Ctrl-C stopped that run.
+
+    A part of a run is no result for the runs after it.
+    """
+    if result.stopped == "interrupted":
+        raise KeyboardInterrupt
+    return result
 
 
 @contextmanager
@@ -96,8 +106,10 @@ def _remedy(saved: int, record: Record | None, config: Mapping[str, Any]) -> str
 
 
 @contextmanager
-def interrupts(group: Group) -> Iterator[Callable[[], bool]]:
+def interrupts(group: Group, *, saves: bool = False) -> Iterator[Callable[[], bool]]:
     """Delay the first Ctrl-C until the outer iteration ends; a second one acts at once.
+
+    saves: whether there is a record, which keeps the last checkpoint.
 
     Only the main thread can do this. Any of several ranks may be interrupted. When a rank dies,
     torchrun sends SIGTERM to the other ranks, which must still report the loss before they end.
@@ -114,10 +126,8 @@ def interrupts(group: Group) -> Iterator[Callable[[], bool]]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, before[number])
             if group.rank == 0:
-                print(
-                    "\nStopping after this outer iteration; Ctrl-C again stops at once and keeps the last checkpoint.",
-                    file=sys.stderr,
-                )
+                kept = " and keeps the last checkpoint" if saves else ""
+                print(f"\nStopping after this outer iteration; Ctrl-C again stops at once{kept}.", file=sys.stderr)
 
     for number in before:
         signal.signal(number, remember)
