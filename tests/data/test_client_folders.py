@@ -331,6 +331,15 @@ def test_folders_that_hold_no_clients(tmp_path):
     refused(fb.read_folders, tmp_path / "empty", "holds no file of data in train and val, expected")
 
 
+@pytest.mark.parametrize("place", ["ann/train/cat/1.png", "train/cat/1.png", "ann/cat/1.JPG"])
+def test_folders_of_images_have_a_command_and_a_reader_of_their_own(tmp_path, place):
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).touch()
+    refused(
+        fb.read_folders, tmp_path, rf"holds images such as {place}, expected files.*fedbilevel clean .*read_clients\(\["
+    )
+
+
 def test_a_client_or_a_role_that_is_missing(tmp_path):
     for layout in ("by client", "by role"):
         folder = write(tmp_path / layout, "csv", layout)

@@ -205,6 +205,9 @@ def test_a_folder_that_is_not_there_or_lacks_a_role(tmp_path, site):
     empty = tmp_path / "empty"
     empty.mkdir()
     refused(empty, "holds no file of data, but nothing for the role 'train'")
+    (empty / "train" / "cat").mkdir(parents=True)
+    (empty / "train" / "cat" / "1.png").touch()
+    refused(empty, r"holds images such as train/cat/1\.png, expected files of arrays.*fedbilevel clean .*empty")
 
 
 def test_two_files_for_one_role(site):

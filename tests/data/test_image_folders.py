@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -97,3 +99,32 @@ def test_a_client_without_a_file_of_training_samples_is_refused(tmp_path):
     write_folder(tmp_path, {"val": {"image": np.ones((2, 3)), "label": np.array([0, 1])}})
     with pytest.raises(DataError, match="nothing for the role 'train'"):
         read_roles(tmp_path)
+
+
+@pytest.mark.parametrize("held", ["val.npz", "val/a/1.png", "a/1.png"])
+def test_a_client_without_training_samples_beside_others_is_refused(tmp_path, held):
+    samples = {"image": np.ones((2, 3)), "label": np.array([0, 1])}
+    write_folder(tmp_path / "ann", {"train": samples})
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "figures.csv").write_text("a")
+    write(tmp_path / ".thumbnails", {"1": grey(1)})
+    assert read_clients([tmp_path]).names == ["ann"]
+    if held == "val.npz":
+        write_folder(tmp_path / "bob", {"val": samples})
+    else:
+        write(tmp_path / "bob", {held.removesuffix(".png"): grey(1)})
+    with pytest.raises(DataError, match=r"bob holds (val|a/1).* and no training samples.*move .*bob out of"):
+        read_clients([tmp_path])
+
+
+def test_a_class_of_one_client_with_nearly_the_name_of_another_class_is_told(tmp_path):
+    write(tmp_path / "ann", {"train/digit3/1": grey(1), "train/digit8/1": grey(2), "train/cat/1": grey(2)})
+    write(tmp_path / "bob", {"train/digt3/1": grey(1), "train/digit8/1": grey(2), "train/digit9/1": grey(1)})
+    write(tmp_path / "eve", {"train/digit3/1": grey(1), "train/digit8/1": grey(2), "train/Digit8/1": grey(1)})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        read_clients([tmp_path])
+    assert [str(one.message) for one in told] == [
+        "the class 'digt3' occurs at the client 'bob' alone: did you mean 'digit3', which other clients have?",
+        "the class 'Digit8' occurs at the client 'eve' alone: did you mean 'digit8', which other clients have?",
+    ]

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import fedbilevel as fb
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import ClientData
+from fedbilevel.problem.holdings import same_samples
+from fedbilevel.problem.windows import Windows
 
 A, LABEL = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), np.array([0, 1, 1])
 
@@ -162,3 +164,15 @@ def test_a_table_per_client_runs_like_the_dict_of_its_columns():
     plain = [{role: {name: part[name].to_numpy() for name in "ab"} for role, part in one.items()} for one in given]
     runs = [fb.solve(problem, clients, "fedbio", num_iterations=3) for clients in (given, plain)]
     assert runs[0].rows[-1]["upper_loss"] == runs[1].rows[-1]["upper_loss"]
+
+
+def test_roles_are_the_same_if_their_fields_are():
+    rows = np.arange(6.0).reshape(3, 2)
+    given = {"a": rows, "label": torch.tensor([0, 1, 2])}
+    assert same_samples(given, {"a": torch.tensor(rows, requires_grad=True), "label": np.arange(3)})
+    assert not same_samples(given, {"a": rows})
+    assert not same_samples(given, {**given, "label": torch.tensor([0, 2, 1])})
+    assert not same_samples(given, {**given, "a": rows[:2]})
+    windows = [Windows([np.arange(9)], [0, 0], [0, 3], 4) for _ in range(2)]
+    assert same_samples({"text": windows[0]}, {"text": windows[0]})
+    assert not same_samples({"text": windows[0]}, {"text": windows[1]})  # files are not read to compare them

@@ -33,6 +33,14 @@ from fedbilevel.data.readers import FORMATS, READERS, Fields
 from fedbilevel.errors import DataError
 from fedbilevel.problem.client_data import REQUIRED, RESERVED, Holdings
 
+IMAGES = (".png", ".jpg", ".jpeg")
+
+
+def an_image(folder: Path) -> Path | None:
+    """Return an image in the folder of a client or of many clients, or None."""
+    places = (place for depth in ("*", "*/*", "*/*/*", "*/*/*/*") for place in folder.glob(depth))
+    return next((place for place in places if place.suffix.lower() in IMAGES), None)
+
 
 def read_folder(path: Path | str, *, num_classes: int | None = None) -> dict[str, Fields]:
     """Read the data of one client: role -> field -> array.
@@ -158,6 +166,8 @@ def _files(folder: Path, what: str = "role") -> dict[str, Path]:
 
 def _required(folder: Path, found: Mapping[str, Any]) -> None:
     missing = [role for role in REQUIRED if role not in found]
+    if missing and not found:
+        _refuse_images(folder)
     if missing:
         names = (
             ", ".join(place.name if isinstance(place, Path) else role for role, place in found.items())
@@ -171,6 +181,15 @@ def _required(folder: Path, found: Mapping[str, Any]) -> None:
         raise DataError(f"{folder} holds {names}, but nothing for the role {missing[0]!r}: add {add}.")
 
 
+def _refuse_images(folder: Path) -> None:
+    if (image := an_image(folder)) is not None:
+        raise DataError(
+            f"{folder} holds images such as {image.relative_to(folder)}, expected files of arrays such as train.npz: "
+            f"clean the labels of images with fedbilevel clean {folder}, or read them in Python with "
+            f"fedbilevel.data.image_folders.read_clients([{str(folder)!r}]).clients."
+        )
+
+
 def _places(folder: Path) -> dict[str, dict[str, Path]]:
     """Return the files as client -> role -> file, sorted by name."""
     expected = (
@@ -179,6 +198,8 @@ def _places(folder: Path) -> dict[str, dict[str, Path]]:
     )
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder, {expected}.")
+    if not any(place.suffix.lower() in READERS for depth in ("*", "*/*") for place in folder.glob(depth)):
+        _refuse_images(folder)
     inside = {place.name: place for place in folder.iterdir() if place.is_dir() and place.name[0] not in "._"}
     if not inside:
         own = _files(folder)

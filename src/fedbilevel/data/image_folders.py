@@ -13,19 +13,22 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+import warnings
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedbilevel.data.folders import read_roles
+from fedbilevel.data.folders import IMAGES, an_image, read_roles
 from fedbilevel.data.readers import FORMATS, READERS
-from fedbilevel.errors import DataError
+from fedbilevel.errors import DataError, ProblemWarning
 
 ROLES = ("train", "val", "test")
-SUFFIXES = (".png", ".jpg", ".jpeg")
+_CLOSE = 0.81  # likeness of names; "male" and "female" are less alike
 
 
 class FolderClients(NamedTuple):
@@ -61,13 +64,27 @@ def _clients_in(path: Path) -> list[Path]:
         raise DataError(f"{path} is no folder: name the folder of a client, or a folder of such folders.")
     if _is_client(path):
         return [path]
-    inside = sorted(place for place in path.iterdir() if place.is_dir() and _is_client(place))
+    folders = sorted(place for place in path.iterdir() if place.is_dir())
+    inside = [place for place in folders if _is_client(place)]
     if not inside:
         raise DataError(
             f"{path} holds no client, expected a folder train with a folder of images per class, or a file "
             f"train{FORMATS}: name such a folder, or a folder of such folders."
         )
+    for place in folders:
+        if place not in inside and place.name[0] not in "._" and (held := _held(place)) is not None:
+            raise DataError(
+                f"{place} holds {held.relative_to(place)} and no training samples, expected a folder train with a "
+                f"folder of images per class, or a file train{FORMATS}: add it, or move {place} out of {path}."
+            )
     return inside
+
+
+def _held(path: Path) -> Path | None:
+    """Return something that only a folder of a client holds: a role, or an image in folders of a client's depth."""
+    roles = [place for place in sorted(path.iterdir()) if place.name.split(".")[0] in ROLES]
+    known = (place for place in roles if place.is_dir() or place.suffix.lower() in READERS)
+    return next(known, None) or an_image(path)
 
 
 def _is_client(path: Path) -> bool:
@@ -87,6 +104,9 @@ def _read_images(folders: list[Path], names: list[str], size: int | None) -> Fol
                 f"{folder / 'train'} holds {len(client['train'])} images and there are {len(classes)} classes in all, "
                 "expected images (.png, .jpg) in a folder per class, for at least two classes."
             )
+    kinds = [{label for some in client.values() for label, _ in some} for client in found]
+    for text in _misspelt(dict(zip(names, kinds, strict=True))):
+        warnings.warn(text, ProblemWarning, stacklevel=3)
     read = _Reader(found[0]["train"][0][1], size)
     clients = [
         {
@@ -106,6 +126,24 @@ def _read_images(folders: list[Path], names: list[str], size: int | None) -> Fol
     return FolderClients(names, clients, classes, files)
 
 
+def _misspelt(held: Mapping[str, set[str]]) -> list[str]:
+    """Return a sentence for each class of one client alone whose name is nearly that of a class of others.
+
+    Names with different digits are different classes.
+    """
+    texts = []
+    for name, own in held.items():
+        others = sorted(set().union(*(some for other, some in held.items() if other != name)))
+        for label in sorted(own - set(others)):
+            like = {other.lower(): other for other in others if re.findall(r"\d", other) == re.findall(r"\d", label)}
+            if close := difflib.get_close_matches(label.lower(), like, n=1, cutoff=_CLOSE):
+                texts.append(
+                    f"the class {label!r} occurs at the client {name!r} alone: did you mean {like[close[0]]!r}, which "
+                    "other clients have?"
+                )
+    return texts
+
+
 def _files(folder: Path) -> list[tuple[str, Path]]:
     """Return pairs of a class and an image, sorted by name."""
     return [
@@ -113,7 +151,7 @@ def _files(folder: Path) -> list[tuple[str, Path]]:
         for kind in sorted(folder.iterdir())
         if kind.is_dir()
         for place in sorted(kind.iterdir())
-        if place.suffix.lower() in SUFFIXES
+        if place.suffix.lower() in IMAGES
     ]
 
 

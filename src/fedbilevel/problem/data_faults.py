@@ -1,13 +1,52 @@
-"""Data that make a problem meaningless: constant labels, and validation on the training samples."""
+"""Data that make a problem meaningless or fail: constant labels, validation on training samples, too large labels."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 
-from fedbilevel.problem.client_data import REQUIRED, ClientData
+from fedbilevel.errors import ProblemError, reason
+from fedbilevel.problem.client_data import REQUIRED, ClientData, Holdings
+from fedbilevel.problem.holdings import fields_of
 from fedbilevel.problem.problem import Problem
+from fedbilevel.problem.windows import Windows
 
 _MANY = 20  # samples of a role; fewer are an example, not data
+_OUTSIDE = re.compile(r"Target (-?\d+) is out of bounds|index (-?\d+) is out of bounds for dimension")  # of torch
+
+
+@contextmanager
+def outside_named(clients: Sequence[Holdings]) -> Iterator[None]:
+    """Name the client and the field of a value that a loss cannot use as an index, such as a label."""
+    try:
+        yield
+    except (IndexError, RuntimeError, ProblemError) as error:
+        told = error.__cause__ if isinstance(error, ProblemError) else error
+        found = _OUTSIDE.search(str(told))
+        place = _holder(clients, int(found[1] or found[2])) if found is not None else ""
+        if not place or not isinstance(told, Exception):
+            raise
+        raise ProblemError(
+            f"{place}, which a loss cannot use as an index ({reason(told)}): number classes from 0, and give the model "
+            "one output for every class of all clients."
+        ) from error
+
+
+def _holder(clients: Sequence[Holdings], value: int) -> str:
+    """Return the first place of a whole number, e.g. "client 1 has the value 3 in train/label", or ""."""
+    for i, client in enumerate(clients):
+        for role, given in client.items():
+            for name, values in fields_of(given, f"{role!r} of client {i}").items():
+                array = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
+                if isinstance(array, Windows) or np.ndim(array) != 1 or np.asarray(array).dtype.kind not in "iu":
+                    continue
+                if (np.asarray(array) == value).any():
+                    return f"client {i} has the value {value} in {role}/{name}"
+    return ""
 
 
 def data_faults(problem: Problem, data: ClientData) -> list[str]:

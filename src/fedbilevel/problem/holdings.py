@@ -8,6 +8,7 @@ with the conversion to write.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.errors import ProblemError, reason
+from fedbilevel.problem.windows import Windows
 
 Holdings = Mapping[str, Any]  # one client: role -> field -> array with one row per sample, or a table, or rows
 _TABLES = ("pandas", "polars")  # packages; neither is imported here
@@ -30,6 +32,12 @@ def check_clients(clients: Any) -> None:
         raise ProblemError(
             f"clients is the dict of a single client with the roles {', '.join(map(repr, clients))}, expected a list "
             "with one such dict per client: give [client]."
+        )
+    if isinstance(clients, str | Path):
+        raise ProblemError(
+            f"clients is {str(clients)!r}, expected a list with one dict per client: read files of arrays with "
+            f"list(fb.read_folders({str(clients)!r}).values()), and folders of images with "
+            f"fedbilevel.data.image_folders.read_clients([{str(clients)!r}]).clients."
         )
     if isinstance(clients, Mapping) and clients:
         raise ProblemError(
@@ -73,6 +81,22 @@ def fields_of(given: Any, where: str) -> Mapping[Any, Any]:
             "set of rows with names: give e.g. {'a': values}."
         )
     return _of_rows([given[i] for i in range(len(given))], where)
+
+
+def same_samples(one: Any, other: Any) -> bool:
+    """Return whether two roles hold the same samples in the same order."""
+    if one is other:
+        return True
+    ours, theirs = fields_of(one, "a role"), fields_of(other, "a role")
+    return ours.keys() == theirs.keys() and all(_same(ours[name], theirs[name]) for name in ours)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare two fields by value; windows of files are not read, and are the same if they are one object."""
+    if one is other or isinstance(one, Windows) or isinstance(other, Windows):
+        return one is other
+    array = lambda value: value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
+    return np.array_equal(array(one), array(other))
 
 
 def _column(column: Any, name: str, package: str, where: str) -> np.ndarray:

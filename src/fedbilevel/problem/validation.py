@@ -128,7 +128,8 @@ class _Trial(NamedTuple):
         elif not _near(plain, other):
             raise ProblemError(
                 f"{label}() gave {plain:.6g} on a batch and {other:.6g} on the same batch with two padded samples of "
-                "weight 0: write (batch['weight'] * loss_per_sample).sum() instead of a mean over samples."
+                "weight 0: write (batch['weight'] * loss_per_sample).sum() instead of a mean over samples, or return "
+                "one value per sample (reduction='none')."
             )
         return has_samples
 
