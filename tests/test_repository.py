@@ -102,3 +102,9 @@ def test_the_table_of_the_contributing_page_names_places_that_exist():
     places = {word.partition("<")[0].rpartition("/")[0] if "<" in word else word for word in named}
     wrong = [place for place in places if not any((root / place).exists() for root in (ROOT, ROOT / "src/fedbilevel"))]
     assert wrong == []
+
+
+def test_no_two_files_of_tests_share_a_name():
+    """Pytest imports test files by their names alone."""
+    files = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in files if files.count(name) > 1}

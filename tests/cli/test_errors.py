@@ -168,6 +168,7 @@ def test_modules_that_are_none():
     [
         (None, "clients must be a sequence with one dict per client"),
         ([3], "clients must be a sequence with one dict per client"),
+        ("hosp", r"clients is 'hosp', expected a list.*list\(fb\.read_folders\('hosp'\)\.values\(\)\).*read_clients"),
         ([{"train": 3}], r"'train' of client 0 is of type int, expected a dict \{field: array\}, a table, or a list"),
         ({"train": {"a": [1.0]}}, r"clients is the dict of a single client with the roles 'train'.*: give \[client\]"),
         ({"north": {"train": {}}}, r"clients is a dict with the names 'north'.*: give list\(clients.values\(\)\)"),

@@ -72,7 +72,7 @@ def test_x_that_starts_at_its_optimum_does_not_help(tested):
     assert found.figure == ("test_error" if tested else "held_out_loss")
     assert found.learned == pytest.approx(found.fixed, rel=0.05)
     assert not found.helped
-    assert found.sentence.startswith("learning x did not help")
+    assert found.sentence.startswith("learning x is not shown to help")
 
 
 def test_costs_of_the_plain_run_are_apart(tmp_path):
@@ -188,9 +188,12 @@ def test_sentences_have_units_and_signs():
         "learning x changed test_accuracy by +1.2 points (0.4 to 2)"
     )
     assert make("test_accuracy", "points", -0.4, 2.0).sentence == (
-        "learning x did not help: test_accuracy 0.913 with it, 0.901 without (difference +1.2 points, -0.4 to 2)"
+        "learning x is not shown to help: test_accuracy 0.913 with it, 0.901 without "
+        "(difference +1.2 points, -0.4 to 2)"
     )
-    assert not make("test_loss", "%", 0.4, 2.0).helped  # a loss that rises
+    worse = make("test_loss", "%", 0.4, 2.0)  # a loss that rises
+    assert not worse.helped
+    assert worse.sentence.startswith("learning x made it worse: test_loss")
 
 
 def test_held_out_samples_follow_the_seed_and_the_number_of_a_client_like_all_draws():
@@ -201,6 +204,18 @@ def test_held_out_samples_follow_the_seed_and_the_number_of_a_client_like_all_dr
         kept, out = Stream(3).divided("held_out", number, 10, 0.25)
         assert np.array_equal(found["val"]["b"], client["val"]["b"][kept.numpy()])
         assert np.array_equal(found["held_out"]["b"], client["val"]["b"][out.numpy()])
+
+
+def test_held_out_samples_are_no_training_samples_where_both_roles_are_the_same():
+    problem, _ = shifted(1.0)
+    rows = np.arange(12.0)[:, None]
+    for val in ({"a": rows}, {"a": rows.copy()}):
+        [client] = with_unseen(problem, [{"train": {"a": rows}, "val": val}], 0)
+        kept, out = client["train"]["a"][:, 0].tolist(), client["held_out"]["a"][:, 0].tolist()
+        assert sorted(kept + out) == list(range(12))
+        assert client["val"]["a"][:, 0].tolist() == kept
+    [client] = with_unseen(problem, [{"train": {"a": rows + 1}, "val": {"a": rows}}], 0)
+    assert len(client["train"]["a"]) == 12  # other samples than those of val
 
 
 def test_warnings_of_a_problem_are_given_once_in_a_run_with_a_baseline():

@@ -175,3 +175,24 @@ def test_the_test_of_the_levels_leaves_the_oracle_and_the_random_numbers_alone()
     warn_of_faults(fed.host, learns_x=True)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (fed.host.oracle.choices, fed.ledger.totals(), fed.host.oracle._plans) == before[1:]
+
+
+def entropy(x, y, batch):
+    return torch.nn.functional.cross_entropy(batch["a"] @ y["w"], batch["label"], reduction="none") + 0 * x["s"]
+
+
+@pytest.mark.parametrize("place", [(0, "train", 0), (0, "train", 6), (2, "train", 0), (1, "val", 7)])
+def test_a_label_that_a_loss_cannot_use_is_named_with_its_client(place):
+    client, role, sample = place
+    some = clients(label=lambda role, num: torch.arange(num) % 3)
+    some[client][role]["label"][sample] = 3
+    lower = lambda x, y, batch: entropy(x, y, batch) + x["s"].exp() * (y["w"] ** 2).sum()
+    classes = fb.Problem(upper=entropy, lower=lower, x0={"s": torch.tensor(0.0)}, y0={"w": torch.zeros(2, 3)})
+    with pytest.raises(ProblemError, match=f"client {client} has the value 3 in {role}/label, which a loss cannot use"):
+        fb.solve(classes, some, num_rounds=5)
+
+
+def test_an_error_of_a_loss_that_no_field_explains_stays_as_it_is():
+    wrong = lambda x, y, batch: decay(x, y, batch) + torch.arange(3.0)[batch["index"] * 0 + 99]
+    with pytest.raises(ProblemError, match="failed on a batch of the first client"):
+        fb.solve(problem(wrong, decay), clients(label=lambda role, num: torch.arange(num) % 3), num_rounds=5)

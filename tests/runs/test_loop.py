@@ -859,3 +859,17 @@ def test_findings_that_no_file_can_hold_are_named_and_the_record_stays(tmp_path)
         ):
             Record(tmp_path).write_findings(content)
     assert not (tmp_path / "findings.json").exists()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_ctrl_c_promises_a_checkpoint_only_where_there_is_one(tmp_path, capsys, recorded):
+    def press(progress):
+        if progress.iteration == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    record = tmp_path / "run" if recorded else None
+    result = solve(*Quadratic().build(), FedBiO(), num_iterations=5, record=record, callbacks=[press])
+    assert result.stopped == "interrupted"
+    said = capsys.readouterr().err
+    assert "Ctrl-C again stops at once" in said
+    assert ("keeps the last checkpoint" in said) == recorded

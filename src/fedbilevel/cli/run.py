@@ -229,6 +229,9 @@ def _check_whole(path: Path, config: dict[str, Any]) -> None:
             f"{path} is the server's part of a run between sites: resume it by fedbilevel federation resume "
             f"{path.name} --kit KIT."
         )
+    if "cleaning" in config:
+        command = config.get("command", "clean_labels(..., record=..., resume=True) from Python")
+        raise CheckpointError(f"{path} holds a cleaning of labels, which has a command of its own: use {command}.")
     if config.get("engine") == "peers":
         how = "was collected from several peers" if "collected" in config else "belongs to one of several peers"
         raise CheckpointError(

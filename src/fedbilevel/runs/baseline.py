@@ -24,7 +24,7 @@ from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import REQUIRED, ClientData, Holdings
 from fedbilevel.problem.draws import Stream
-from fedbilevel.problem.holdings import check_clients, fields_of
+from fedbilevel.problem.holdings import check_clients, fields_of, same_samples
 from fedbilevel.problem.problem import Problem, with_features
 
 HELD_OUT = "held_out"  # role of validation samples that no run sees
@@ -64,8 +64,9 @@ class Baseline:
         change = f"{self.difference:+.2g}{unit}"
         if self.helped:
             return f"learning x changed {self.figure} by {change} ({self.low:.2g} to {self.high:.2g})"
+        said = "made it worse" if self.low > 0 or self.high < 0 else "is not shown to help"
         return (
-            f"learning x did not help: {self.figure} {self.learned:.4g} with it, {self.fixed:.4g} without "
+            f"learning x {said}: {self.figure} {self.learned:.4g} with it, {self.fixed:.4g} without "
             f"(difference {change}, {self.low:.2g} to {self.high:.2g})"
         )
 
@@ -111,12 +112,16 @@ def check_unseen(population: Population) -> None:
 
 
 def _apart(client: Holdings, stream: Stream, place: int, number: int) -> Holdings:
-    """Move a part of the validation samples of one client to the held-out role."""
+    """Move a part of the validation samples of one client to the held-out role.
+
+    Where training and validation samples are the same, training misses them too.
+    """
     fields = fields_of(client.get("val", {}), f"'val' of client {place}")
     size = min((len(value) for value in fields.values()), default=0)
     kept, out = stream.divided(HELD_OUT, number, size, _SHARE, least=1)
     part = lambda rows: {name: _taken(value, rows) for name, value in fields.items()}
-    return {**client, "val": part(kept), HELD_OUT: part(out)}
+    roles = ("train", "val") if same_samples(client.get("train", {}), fields) else ("val",)
+    return {**client, **dict.fromkeys(roles, part(kept)), HELD_OUT: part(out)}
 
 
 def _taken(value: Any, rows: Tensor) -> Any:

@@ -85,7 +85,7 @@ class Loop:
         end = lambda: (self.ending or Ending(why=self.recovery.note()), self.iteration)
         following = followed(self.callbacks, self.record, self.config, self.rows, end)
         with (
-            interrupts(group) as interrupted,
+            interrupts(group, saves=self.record is not None) as interrupted,
             with_remains(lambda: (self.iteration, self.saved), self.record, self.config),
             following if group.rank == 0 else nullcontext(),
         ):

@@ -38,9 +38,12 @@ from fedbilevel.errors import CheckpointError
 FORMAT = "fedbilevel-checkpoint-1"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: after a crash it has the old or the new content, never a mixture."""
-    beside = path.with_name(path.name + ".part")
+def write_whole(path: Path, content: bytes, *, shared: bool = False) -> None:
+    """Write a file atomically: after a crash it has the old or the new content, never a mixture.
+
+    shared: whether several processes may write this file at once; the last one wins.
+    """
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part" if shared else f"{path.name}.part")
     try:
         with open(beside, "wb") as file:
             file.write(content)

@@ -29,6 +29,7 @@ from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.oracle.precision import Precision
 from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.data_faults import outside_named
 from fedbilevel.problem.holdings import check_clients
 from fedbilevel.problem.problem import Problem
 from fedbilevel.problem.validation import check_kind
@@ -151,8 +152,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         drops: a function (outer iteration, call) -> clients that do not answer, for tests.
         ids: numbers of the clients, if they are not 0, 1, 2, ...
 
-    Ctrl-C finishes the outer iteration, saves a checkpoint and returns. A second Ctrl-C stops the
-    run at once.
+    Ctrl-C finishes the outer iteration, saves a checkpoint in the record, if there is one, and returns.
+    A second Ctrl-C stops the run at once.
 
     >>> import torch
     >>> import fedbilevel as fb
@@ -209,7 +210,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     group = group_of(engine, place, timeout)
     if choice is not None and group.rank == 0:
         choice.say()
-    with group.together():
+    with group.together(), outside_named(clients):
         options = {
             "seed": seed, "batch_size": batch_size, "sampling": sampling, "dtype": dtype, "group": group,
             "precision": precision,

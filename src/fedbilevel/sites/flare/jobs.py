@@ -43,7 +43,8 @@ class RunEntry:
     def write(self, **changes: Any) -> None:
         make_folder(self.path.parent)
         content = {**(json.loads(self.path.read_text()) if self.path.is_file() else {"jobs": []}), **changes}
-        write_whole(self.path, json.dumps(content, indent=1).encode())
+        # `submit` follows a run while `status` or `stop` asks for it
+        write_whole(self.path, json.dumps(content, indent=1).encode(), shared=True)
 
 
 def job_folder(
