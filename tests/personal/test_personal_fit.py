@@ -13,12 +13,14 @@ import torch
 import fedbilevel as fb
 from fedbilevel import plots
 from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.errors import ProblemError, ProblemWarning, SettingError
 from fedbilevel.personal.fit import _head, _prepared, strengths
 from fedbilevel.personal.outcome import Personalised, Scale
 from fedbilevel.problem.problem import Scopes
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.task import Shapes
+from support.stops import ctrl_c
 
 ROUNDS = 20
 
@@ -89,6 +91,27 @@ def test_judging_samples_are_in_no_other_part_and_every_sample_is_in_one() -> No
         parts = [[row.tobytes() for row in part["image"]] for part in split]
         assert not set(parts[2]) & {*parts[0], *parts[1]}
         assert sum(map(len, parts)) == len(one["train"]["label"])
+
+
+def numbered(num: int, shift: float = 0.0) -> dict[str, Any]:
+    """Every sample has a label of its own."""
+    return {"train": {"image": shift + np.arange(3.0 * num).reshape(num, 3) ** 2, "label": np.arange(num)}}
+
+
+def test_the_scale_is_that_of_samples_that_do_not_judge() -> None:
+    splits, _, scale = _prepared([numbered(30), numbered(40, 5.0)], 0)
+    rows = np.concatenate([split.train["image"] for split in splits]).astype(float)
+    np.testing.assert_allclose(rows.mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(rows.std(0), 1, rtol=1e-5)
+    given = numbered(40, 5.0)["train"]["image"]
+    np.testing.assert_allclose(splits[1].judge["image"], scale(given)[splits[1].judge["label"]], rtol=1e-6)
+
+
+def test_the_parts_of_a_client_do_not_depend_on_other_clients() -> None:
+    one, two = (_prepared([numbered(num), numbered(40)], 0)[0] for num in (30, 50))
+    for part, other in zip(one[1], two[1], strict=True):
+        assert part["label"].tolist() == other["label"].tolist()
+    assert one[1].judge["label"].tolist() != _prepared([numbered(40)], 0)[0][0].judge["label"].tolist()
 
 
 def test_the_table_counts_predictions_of_both_models_on_the_test_samples() -> None:
@@ -193,16 +216,37 @@ def test_a_picture_shows_every_client(tmp_path: Any) -> None:
 
 
 def test_wrong_inputs_are_clear_errors() -> None:
-    with pytest.raises(SettingError, match="num_rounds is 5, expected at least 20"):
+    with pytest.raises(SettingError, match="num_rounds is 5, expected a whole number, at least 20"):
         fb.personalise(clients(), num_rounds=5)
-    with pytest.raises(SettingError, match="there are 2 names for 6 clients"):
-        fb.personalise(clients(), names=["a", "b"])
-    with pytest.raises(ProblemError, match="client 0 has no train/image or no train/label"):
+    with pytest.raises(SettingError, match="num_rounds is 'x', expected a whole number"):
+        fb.personalise(clients(), num_rounds="x")  # type: ignore[arg-type]
+    for names, text in ((["a", "b"], "6 names, one"), ("abcdef", "6 names, one"), (list("abcdea"), "'a' more than")):
+        with pytest.raises(SettingError, match=text):
+            fb.personalise(clients(), names=names)
+    with pytest.raises(ProblemError, match="there are no clients"):
+        fb.personalise([])
+    with pytest.raises(ProblemError, match="client 0 has the fields image in 'train', expected image and label"):
         fb.personalise([{"train": {"image": np.ones((9, 2))}}])
-    few = {"train": {"image": np.ones((3, 2)), "label": np.arange(3)}}
-    with pytest.raises(ProblemError, match="client 0 has fewer than 8 samples"):
-        fb.personalise([few])
+    few = {"image": np.ones((7, 2)), "label": np.arange(7)}
+    for some in ({"train": few}, {"train": few, "val": few}):
+        with pytest.raises(ProblemError, match="client 0 has fewer than 8 samples"):
+            fb.personalise([some])
+    part = lambda label: [{"train": {"image": np.ones((9, 2)), "label": label}}]
+    with pytest.raises(ProblemError, match="labels of type float64 in 'train', expected one whole number per sample"):
+        fb.personalise(part(np.linspace(0.9, 1.7, 9)))
+    with pytest.raises(ProblemError, match="client 0 has the label 3 in 'train', expected whole numbers from 0 to 2"):
+        fb.personalise(part(np.arange(9)), num_classes=3)
+    with pytest.raises(SettingError, match="num_classes is 'x', expected a whole number"):
+        fb.personalise(part(np.arange(9)), num_classes="x")  # type: ignore[arg-type]
+    assert repr(fitted()) == f"<models of 6 clients; {str(fitted())[:-1]}>"
     with pytest.raises(SettingError, match="model is 'mine', expected 'own' or 'shared'"):
         fitted().predict(0, np.zeros((1, 64)), model="mine")
     with pytest.raises(SettingError, match="the client is 'z', expected a number below 6 or one of the names"):
         fitted().predict("z", np.zeros((1, 64)))
+
+
+@pytest.mark.parametrize("kind", [FedAvg, SelfTuned])
+def test_ctrl_c_in_either_run_leaves_no_models(monkeypatch: Any, kind: Any) -> None:
+    ctrl_c(monkeypatch, kind)
+    with pytest.raises(KeyboardInterrupt):
+        fb.personalise(clients(), num_rounds=ROUNDS, num_hidden=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,21 @@ def personalise_command(
     folder = out or terminal.new_folder("personalise")
     names = list(METHODS) if methods == "all" else [name for name in methods.split(",") if name]
     with terminal.console.status("") as status:
-        outcomes = personalise(
-            chosen(Personalisation, values, {}),
-            chosen(PersonalisationPlan, values, {}),
-            methods=names,
-            networks=[name for name in networks.split(",") if name],
-            record=folder,
-            seed=seed,
-            batch_size=None if batch_size is None else {"train": batch_size},
-            device=torch_device(device),
-            progress=status.update,
-        )
+        try:
+            outcomes = personalise(
+                chosen(Personalisation, values, {}),
+                chosen(PersonalisationPlan, values, {}),
+                methods=names,
+                networks=[name for name in networks.split(",") if name],
+                record=folder,
+                seed=seed,
+                batch_size=None if batch_size is None else {"train": batch_size},
+                device=torch_device(device),
+                progress=status.update,
+            )
+        except KeyboardInterrupt:
+            some = f"Stopped. The same command with --out {folder} leaves out what is finished."
+            terminal.say(some if (folder / "personalisation.json").exists() else "Stopped before any run was finished.")
+            sys.exit(130)
     terminal.console.print(tables.personalisation(outcomes, PAPER))
     terminal.say(f"Saved in {folder / 'personalisation.json'}")

@@ -13,17 +13,21 @@ from torch.nn.functional import cross_entropy, linear
 
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.self_tuned import SelfTuned
+from fedbilevel.cleaning.prepared import checked, number_of_classes
 from fedbilevel.data.partition import split_validation
-from fedbilevel.errors import ProblemError, ProblemWarning, RecoveryWarning, SettingError
+from fedbilevel.errors import ProblemError, ProblemWarning, RecoveryWarning
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.personal.outcome import Personalised, Scale, surely
 from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.holdings import check_clients
 from fedbilevel.problem.problem import Problem, Scopes
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
+from fedbilevel.settings import names_for, whole_number
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.networks import split_off
-from fedbilevel.tasks.personal_rivals import joined
+from fedbilevel.tasks.rival import with_validation
 from fedbilevel.tasks.task import Shapes
 
 _START, _ROUNDS = -3.0, 30  # of the logarithm of the strength, which one number learns quickly
@@ -85,14 +89,13 @@ def personalise(
     >>> found.chosen
     'own'
     """
-    if num_rounds < _FEWEST:
-        raise SettingError(f"num_rounds is {num_rounds}, expected at least {_FEWEST}.")
-    named = [str(i) for i in range(len(clients))] if names is None else [str(name) for name in names]
-    if len(named) != len(clients) or not clients:
-        raise SettingError(f"there are {len(named)} names for {len(clients)} clients: give one name for each client.")
+    num_rounds = whole_number("num_rounds", num_rounds, _FEWEST)
+    check_clients(clients)
+    named = [str(i) for i in range(len(clients))]
+    if names is not None:
+        named = names_for("names", names, len(clients), "client", distinct=True)
     splits, tests, scale = _prepared(clients, seed)
-    labels = np.concatenate([part["label"] for split in splits for part in split])
-    num = int(labels.max()) + 1 if num_classes is None else num_classes
+    num = number_of_classes([split._asdict() for split in splits], num_classes)
     network = HyperRepresentation(model=model, num_hidden=num_hidden, l2=l2, lower="local", data_seed=seed)
     known: list[Holdings] = [{"train": split.train, "val": split.val} for split in splits]
     own = network.problem(Shapes.of(known[0], num))
@@ -101,7 +104,7 @@ def personalise(
         "recover": True,
     }  # fmt: skip
     # the plain network is as strong as it can be: it also sees the samples of the upper level
-    plain = _shared(network, own, joined(known), num_rounds, options)
+    plain = _shared(network, own, with_validation(known), num_rounds, options)
     shared = {name: leaf.detach().cpu() for name, leaf in plain.y.items()}
     body, head = split_off(shared, "head")
     score = network.score(splits[0].train["image"].shape[1])
@@ -134,7 +137,7 @@ def _shared(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ProblemWarning)
-        return solve(problem, clients, FedAvg(lr_lower="auto"), num_iterations=num_rounds, **options)
+        return whole(solve(problem, clients, FedAvg(lr_lower="auto"), num_iterations=num_rounds, **options))
 
 
 def _rows(
@@ -176,7 +179,7 @@ def _learned(centre: Mapping[str, Tensor], rows: list[list[dict[str, Tensor]]], 
         # clients of a few labels, and a strength that is right from the start, are expected here
         warnings.simplefilter("ignore", ProblemWarning)
         warnings.simplefilter("ignore", RecoveryWarning)
-        return solve(strengths(centre), clients, SelfTuned(), num_rounds=_ROUNDS, **options)
+        return whole(solve(strengths(centre), clients, SelfTuned(), num_rounds=_ROUNDS, **options))
 
 
 def _head(centre: Mapping[str, Tensor], strength: float, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -202,27 +205,29 @@ def _likelihoods(head: Mapping[str, Tensor], part: Mapping[str, Tensor]) -> np.n
 
 def _prepared(clients: Sequence[Holdings], seed: int) -> tuple[list[_Split], list[dict[str, np.ndarray] | None], Scale]:
     """Return the samples of each client in three parts, its test samples, and the scale of inputs."""
-    rng, raw = np.random.default_rng([seed, 5]), []
-    for i, client in enumerate(clients):
-        if "train" not in client or not {"image", "label"} <= set(client["train"]):
-            raise ProblemError(f"client {i} has no train/image or no train/label: give both.")
-        raw.append({role: _part(client[role]) for role in ("train", "val", "test") if role in client})
-        if len(raw[-1]["train"]["label"]) + len(raw[-1].get("val", raw[-1]["train"])["label"]) < 8:
-            raise ProblemError(f"client {i} has fewer than 8 samples: leave it out, or give it more samples.")
-    scale = Scale.of([one["train"]["image"] for one in raw], by_column=np.ndim(clients[0]["train"]["image"]) == 2)
-    splits, tests = [], []
-    for one in raw:
-        one = {role: {**part, "image": scale(part["image"])} for role, part in one.items()}
-        some = lambda part, places: {name: values[places] for name, values in part.items()}
-        if "val" not in one or np.array_equal(one["val"]["image"], one["train"]["image"]):
-            first, second = split_validation(np.arange(len(one["train"]["label"])), 0.4, rng)
-            one["val"], one["train"] = some(one["train"], second), some(one["train"], first)
-        val, judge = split_validation(np.arange(len(one["val"]["label"])), 0.4, rng)
-        splits.append(_Split(one["train"], some(one["val"], val), some(one["val"], judge)))
-        tests.append(one.get("test"))
-    return splits, tests, scale
+    whole = [checked(client, i) for i, client in enumerate(clients)]
+    raw = [{role: {**part, "image": _flat(part["image"])} for role, part in one.items()} for one in whole]
+    splits = [_split(one, i, seed) for i, one in enumerate(raw)]
+    scale = Scale.of([split.train["image"] for split in splits], by_column=whole[0]["train"]["image"].ndim == 2)
+    scaled = lambda part: {**part, "image": scale(part["image"])}
+    tests = [scaled(one["test"]) if "test" in one else None for one in raw]
+    return [_Split(*map(scaled, split)) for split in splits], tests, scale
 
 
-def _part(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    image, label = np.asarray(fields["image"], np.float32), np.asarray(fields["label"], np.int64)
-    return {"image": image.reshape(len(image), -1), "label": label}
+def _split(client: dict[str, dict[str, np.ndarray]], number: int, seed: int) -> _Split:
+    """Divide the samples of one client by draws of its own."""
+    rng = np.random.default_rng([seed, 5, number])
+    some = lambda part, places: {name: part[name][places] for name in ("image", "label")}
+    cut = lambda part: [some(part, own) for own in split_validation(np.arange(len(part["label"])), 0.4, rng)]
+    train, val = client["train"], client.get("val")
+    if val is not None and np.array_equal(val["image"], train["image"]):
+        val = None  # the same samples count once
+    if len(train["label"]) + (0 if val is None else len(val["label"])) < 8:
+        raise ProblemError(f"client {number} has fewer than 8 samples: leave it out, or give it more samples.")
+    if val is None:
+        train, val = cut(train)
+    return _Split(some(train, slice(None)), *cut(val))
+
+
+def _flat(images: np.ndarray) -> np.ndarray:
+    return np.asarray(images, np.float32).reshape(len(images), -1)

@@ -41,7 +41,7 @@ def surely(gain: float, error: float) -> bool:
     return gain > 2 * error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Personalised:
     """The outcome of `personalise`.
 
@@ -126,6 +126,9 @@ class Personalised:
 
     def __str__(self) -> str:
         return self.sentence
+
+    def __repr__(self) -> str:
+        return f"<models of {len(self.names)} clients; {self.sentence[:-1]}>"
 
     def _number(self, client: int | str) -> int:
         names = list(self.names)
