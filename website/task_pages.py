@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import statistics
 import sys
 from typing import Any
 
@@ -63,7 +64,7 @@ def _numbers(name: str, experiment: Experiment) -> list[str]:
     values, judged = recorded_values(experiment), verdicts(experiment, recorded_values(experiment))
     found = []
     for panel in panels(experiment)[name]:
-        own = {row: sum(some) / len(some) for (place, row), some in values.items() if place == panel}
+        own = {row: statistics.fmean(some.values()) for (place, row), some in values.items() if place == panel and some}
         best = min if lower(experiment, panel) else max
         ours, theirs = ([row for row in own if (row in judges(experiment)) == side] for side in (True, False))
         if ours and theirs:

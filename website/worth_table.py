@@ -7,10 +7,10 @@ A page has the comment `<!-- worth of every task -->`, which the table replaces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from fedbilevel.studies.experiment import Experiment
-from fedbilevel.studies.verdicts import judges, lower, recorded_values, verdict
+from fedbilevel.studies.verdicts import Values, judges, lower, paired, recorded_values, verdict
 from website.task_pages import worth
 
 MARKER = "<!-- worth of every task -->"
@@ -37,35 +37,31 @@ def table(experiment: Experiment | None = None) -> str:
     return "\n".join(lines)
 
 
-def current(experiment: Experiment) -> dict[tuple[str, str], list[float]]:
+def current(experiment: Experiment) -> dict[tuple[str, str], Values]:
     """Return recorded values of rows whose settings have not changed since."""
     digests = {(job.panel, job.row): job.digest for job in experiment.jobs(repetitions=1)}
     record = experiment.content.get("result", {})
     return {
-        (panel, row): list(some)
+        (panel, row): some
         for (panel, row), some in recorded_values(experiment).items()
         if record[panel][row]["settings"] == digests.get((panel, row))
     }
 
 
-def _line(experiment: Experiment, panel: str, ours: str, rows: Mapping[str, Sequence[float]]) -> str:
+def _line(experiment: Experiment, panel: str, ours: str, rows: Mapping[str, Values]) -> str:
     """Return a line of the table; differences are over the repetitions that both rows have."""
-    falls, mine = lower(experiment, panel), rows[ours]
-    paired = {
-        row: verdict(mine[: len(some)], some[: len(mine)], lower_is_better=falls)
-        for row, some in rows.items()
-        if row not in judges(experiment)
-    }
+    falls = lower(experiment, panel)
+    pairs = {row: paired(rows[ours], some) for row, some in rows.items() if row not in judges(experiment)}
+    found = {row: verdict(*zip(*some, strict=True), lower_is_better=falls) for row, some in pairs.items() if some}
     # the rival to which the least is gained
-    best = (max if falls else min)(paired, key=lambda row: paired[row].difference)
-    words = [one.word for one in paired.values()]
+    best = (max if falls else min)(found, key=lambda row: found[row].difference)
+    words = [one.word for one in found.values()]
     counts = ", ".join(f"{said} {words.count(word)}" for word, said in _SAID.items() if word in words)
-    mean = lambda some: f"{sum(some) / len(some):.4g}"
-    num = min(len(mine), len(rows[best]))
+    mine, theirs = (f"{sum(some) / len(some):.4g}" for some in zip(*pairs[best], strict=True))
     return (
-        f"| {experiment.panel_title(panel)} | {mean(mine[:num])} ({experiment.row_title(ours)}) | "
-        f"{mean(rows[best][:num])} ({experiment.row_title(best)}) | {paired[best].shown()}; of {len(paired)} plain "
-        f"ways, {counts} | {num} |"
+        f"| {experiment.panel_title(panel)} | {mine} ({experiment.row_title(ours)}) | "
+        f"{theirs} ({experiment.row_title(best)}) | {found[best].shown()}; of {len(found)} plain ways, {counts} | "
+        f"{len(pairs[best])} |"
     )
 
 

@@ -7,7 +7,9 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel import plots
+from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.errors import ProblemError, SettingError
+from support.stops import ctrl_c
 
 SIGNAL = np.array([2.0, -1.5, 1.0])
 
@@ -86,3 +88,9 @@ def test_wrong_input_is_refused():
         fb.select_features([{"train": {"input": np.ones((3, 2))}}])
     with pytest.raises(ProblemError, match="client 0 has labels other than 0 and 1"):
         fb.select_features([{"train": {"input": np.ones((3, 2)), "label": np.arange(3)}}])
+
+
+def test_ctrl_c_in_a_repeat_leaves_no_ranking(monkeypatch):
+    ctrl_c(monkeypatch, SelfTuned)
+    with pytest.raises(KeyboardInterrupt):
+        fb.select_features(clients(), num_repeats=1, num_rounds=10)

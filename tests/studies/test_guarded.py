@@ -13,10 +13,13 @@ import torch
 import fedbilevel as fb
 from fedbilevel.errors import NonFiniteError, SettingError, UnknownNameError
 from fedbilevel.problem.problem import Scopes
+from fedbilevel.runs.result import Ending
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies import contest as contest_module
 from fedbilevel.studies import guarded as guarded_module
+from fedbilevel.studies.sources import _Sources
 from fedbilevel.tasks.few_shot_episodes import FewShotEpisodes
+from fedbilevel.tasks.mixing import Mixing
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.regularisation import Regularisation, _losses
 from fedbilevel.tasks.rival import Rival, Way, with_validation
@@ -86,6 +89,36 @@ def test_samples_are_judged_by_runs_that_did_not_see_them():
     assert found.costs["rounds"] == 5 * 60  # the rival, the bilevel run and its refit, in four folds and at last
     assert found.answer in found.sentence
     assert repr(found).startswith("<the answer is")
+
+
+def test_training_misses_the_samples_that_judge_where_both_roles_are_the_same():
+    Watched.seen.clear()
+    task = Watched(**SMALL)
+    built = task.build()
+    clients = [{**client, "val": client["train"]} for client in built.clients]
+    fb.guarded(task.with_built(Built(built.problem, clients)), num_rounds=2, num_folds=4)
+    _, *folds = Watched.seen
+    for fold in folds:
+        assert [len(client["train"]["label"]) for client in fold] == [15] * 3  # of 20
+        for client in fold:
+            np.testing.assert_array_equal(client["train"]["input"], client["val"]["input"])
+            rows = {tuple(row) for row in client["train"]["input"].tolist()}
+            assert not rows & {tuple(row) for row in client["apart"]["input"].tolist()}
+
+
+@pytest.mark.parametrize("task", [Mixing(), _Sources(kl=0.7)])
+def test_answers_are_judged_without_the_penalty_of_x(task):
+    problem = task.build().problem if isinstance(task, Mixing) else task.problem_of(8, 2, 3)
+    draw = torch.Generator().manual_seed(0)
+    x = {"logit": torch.randn(8, generator=draw)}
+    inputs = (
+        {"context": torch.zeros(2, 3, dtype=torch.long)} if isinstance(task, Mixing) else {"input": torch.ones(2, 3)}
+    )
+    batch = {**inputs, "label": torch.tensor([0, 1])}
+    full, plain = (one.upper(x, problem.y0, batch) for one in (problem, task.judged(problem)))
+    logs = torch.log_softmax(x["logit"], 0)
+    divergence = float((logs.exp() * (logs + math.log(8))).sum())
+    torch.testing.assert_close(full - plain, torch.full((2,), task.kl * divergence), rtol=1e-4, atol=1e-5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,6 +260,46 @@ def test_a_bilevel_run_that_fails_leaves_the_rivals(monkeypatch):
     assert (found.single, sorted(found.contenders)) == ("l2", ["l2"])
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_refit_that_fails_leaves_the_bilevel_run(monkeypatch, raises):
+    def failing(problem, clients, algorithm, **options):
+        found = solve(problem, clients, algorithm, **options)
+        if options.get("learn_x", True):
+            return found
+        if raises:
+            raise NonFiniteError("client 0 returned NaN.")
+        return dataclasses.replace(found, ending=Ending("failed", "the loss grew."))
+
+    monkeypatch.setattr(contest_module, "solve", failing)
+    found = fb.guarded(Regularisation(**SMALL), num_rounds=3, num_folds=2, rivals=["l2"])
+    assert sorted(found.contenders) == ["bilevel", "l2"]
+    assert found.spent["bilevel"]["rounds"] == (3 if raises else 6) * 3
+
+
+def test_a_bilevel_run_that_failed_is_paid(monkeypatch):
+    def failing(problem, clients, algorithm, **options):
+        found = solve(problem, clients, algorithm, **options)
+        return dataclasses.replace(found, ending=Ending("failed", "the loss grew."))
+
+    monkeypatch.setattr(contest_module, "solve", failing)
+    found = fb.guarded(Regularisation(**SMALL), num_rounds=3, num_folds=2, rivals=["l2"])
+    assert (found.single, sorted(found.contenders)) == ("l2", ["l2"])
+    assert found.spent["bilevel"]["rounds"] == 9  # once with all samples, and in two folds
+    assert found.costs["rounds"] == found.plain.costs["rounds"] + 9
+
+
+def test_a_run_that_cannot_hold_x_has_no_row_of_its_own(monkeypatch):
+    with pytest.raises(SettingError, match="few_shot_episodes runs adasimfbo, which cannot hold x: leave this row"):
+        contest_module.unlearned(FewShotEpisodes(), {"num_rounds": 2}, None)
+
+    def failing(problem, clients, algorithm, **options):
+        raise NonFiniteError("client 0 returned NaN.")
+
+    monkeypatch.setattr(contest_module, "solve", failing)
+    with pytest.raises(SettingError, match="the run of regularisation that holds x failed: use more rounds"):
+        contest_module.unlearned(Regularisation(**SMALL), {"num_rounds": 2}, ["l2"])
+
+
 def test_what_cannot_be_guarded_is_refused():
     with pytest.raises(SettingError, match="every rival failed in some fold"):
         guarded_module._chosen({}, ({}, {}))
@@ -242,3 +315,18 @@ def test_what_cannot_be_guarded_is_refused():
     with pytest.raises(SettingError, match="no client has two validation samples, so that none can be left out"):
         fb.guarded(task.with_built(Built(built.problem, one)), num_rounds=2)
     assert isinstance(task, Task)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_ctrl_c_in_the_bilevel_run_or_its_refit_leaves_no_answer(monkeypatch, call):
+    calls = []
+
+    def stopped(*given, **options):
+        calls.append(given)
+        result = solve(*given, **options)
+        return dataclasses.replace(result, ending=Ending("interrupted")) if len(calls) == call else result
+
+    monkeypatch.setattr(contest_module, "solve", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        fb.guarded(Regularisation(**SMALL), num_rounds=5, rivals=["l2"])
+    assert len(calls) == call

@@ -129,9 +129,11 @@ def test_a_given_model_is_used_as_it_is_and_peers_use_hgp():
     assert (default_method(), default_method(convex=False)) == ("cg", "hgp")
 
 
-def test_the_table_lists_both_ends_and_the_plot_needs_removals(tmp_path):
+def test_the_listing_has_both_ends_of_the_table_and_the_plot_needs_removals(tmp_path):
     found = fitted(clients_of(), num_removed=3)
-    lines = found.table(2).splitlines()
+    rows = found.table()
+    assert [row["predicted"] for row in rows] == [one.predicted for one in found.samples]
+    lines = found.listing(2).splitlines()
     assert (lines[0], lines[4]) == ("most harmful", "most helpful")
     assert lines[1].split() == ["client", "sample", "predicted", "gradient", "trajectory", "own", "loss", "actual"]
     for line, one in zip(lines[2:4] + lines[6:8], found.harmful(2) + found.helpful(2), strict=True):

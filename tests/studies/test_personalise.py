@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 import fedbilevel.studies.personalisation as study
+from fedbilevel.algorithms.fedprox import FedProx
 from fedbilevel.cli.main import cli
 from fedbilevel.errors import CheckpointError, RecoveryWarning, SettingError, UnknownNameError
 from fedbilevel.report import tables
@@ -14,6 +15,7 @@ from fedbilevel.runs.callbacks import EarlyStopping
 from fedbilevel.runs.result import Progress
 from fedbilevel.studies.personalisation import METHODS, NETWORKS, PAPER, PersonalisationPlan, personalise
 from fedbilevel.tasks.personalisation import Personalisation
+from support.stops import ctrl_c
 
 TASK = Personalisation(num_clients=6, share=0.1, model="linear")
 PLAN = PersonalisationPlan(num_outer=3, num_lower_steps=4, num_local_steps=2, num_terms=2, num_pushes=3, repetitions=1)
@@ -146,3 +148,15 @@ def test_early_stopping_waits_and_keeps_the_first_of_equals():
     assert other.best["iteration"] == 1
     with pytest.raises(SettingError, match="watches 'b', which this run does not measure"):
         EarlyStopping("b", patience=1)(Progress(1, 1, 0, 0.0, {"a": 1}))
+
+
+def test_ctrl_c_keeps_finished_methods_alone(tmp_path, monkeypatch):
+    words = ["personalise", "--methods", "local,fedprox", "--num-clients", "6", "--share", "0.1", "--num-outer", "2"]
+    words += ["--networks", "complete", "--repetitions", "1", "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        ctrl_c(patch, FedProx)
+        done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 130
+    assert f"Stopped. The same command with --out {tmp_path / 'run'} leaves out what is finished." in done.output
+    kept = json.loads((tmp_path / "run" / "personalisation.json").read_text())["outcomes"]
+    assert [one["method"] for one in kept] == ["local"]

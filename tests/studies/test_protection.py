@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.errors import ExperimentError
 from fedbilevel.privacy.accountant import Accountant, Budget, joint
 from fedbilevel.studies.kinds import protection
+from support.stops import ctrl_c
 
 TASK = {"name": "data_cleaning", "num_clients": 10, "num_train": 20, "noise": 0.2}
 ROW = {"task": TASK, "algorithm": {"name": "fedbio", "lr_lower": 1.0, "num_local_steps": 1}, "num_rounds": 8}
@@ -117,3 +119,10 @@ def test_a_goal_needs_its_bytes_and_its_figure():
 def test_a_run_that_diverges_has_the_figures_of_its_best_state():
     lost = run(algorithm={**ROW["algorithm"], "lr_lower": 1e30}, attacks=["sign_flip"], shares=[0.2]).figures
     assert 0 <= lost["sign_flip_20"] < 0.3
+
+
+def test_ctrl_c_leaves_no_figures(monkeypatch):
+    protection._KNOWN_RUNS.clear()
+    ctrl_c(monkeypatch, FedBiO)
+    with pytest.raises(KeyboardInterrupt):
+        run(aggregation={"compress": "topk:0.1"}, goal={"figure": "gap", "least": -1.0, "bytes": 0.21})

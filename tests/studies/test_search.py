@@ -20,6 +20,7 @@ from fedbilevel.cli import main
 from fedbilevel.errors import CheckpointError, FedBilevelError
 from fedbilevel.studies import ranges, search, trial_runs
 from fedbilevel.tasks.quadratic import Quadratic
+from support.stops import ctrl_c
 
 pytest.importorskip("optuna")
 
@@ -58,6 +59,12 @@ def test_scales_follow_the_curvature_and_the_hypergradient(curvature):
     assert found.around("lr_lower") == pytest.approx((0.01 * found.lower, 10 * found.lower))
     assert found.around("lr_upper") == pytest.approx((0.003 * found.upper, 30 * found.upper))
     assert found.around("lr_upper", 3000.0)[1] == 3000.0
+
+
+def test_ctrl_c_leaves_no_scales(monkeypatch):
+    ctrl_c(monkeypatch, FedBiO)
+    with pytest.raises(KeyboardInterrupt):
+        ranges.measured(plain(1.0), CLIENTS, {})
 
 
 def test_steps_are_absolute_where_a_scale_cannot_be_measured():

@@ -10,7 +10,9 @@ import fedbilevel as fb
 from fedbilevel import plots
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle.population import Population
-from fedbilevel.studies.sources import _Sources
+from fedbilevel.studies import sources
+from fedbilevel.studies.guarded import guarded
+from fedbilevel.studies.sources import _dealt, _halved, _Sources
 from fedbilevel.tasks.task import Built
 
 
@@ -23,8 +25,8 @@ def source(num: int, wrong: float, seed: int):
 
 @pytest.fixture(scope="module")
 def found():
-    sources = {"good": source(150, 0.0, 0), "fair": source(250, 0.3, 1), "bad": source(150, 0.9, 2)}
-    return fb.mix_sources(sources, source(60, 0.0, 3), num_rounds=60)
+    tables = {"good": source(150, 0.0, 0), "fair": source(250, 0.3, 1), "bad": source(150, 0.9, 2)}
+    return fb.mix_sources(tables, source(60, 0.0, 3), num_rounds=60)
 
 
 def test_weights_follow_the_quality_of_sources(found):
@@ -80,6 +82,20 @@ def test_losses_of_the_plain_ways_are_those_of_numpy():
         )
 
 
+def test_a_target_that_is_sorted_by_class_is_not_split_by_class():
+    num, label = 4, np.arange(96) // 48
+    goal = {"input": np.arange(96.0)[:, None], "label": label}
+    parts = _dealt(goal, num, 0)
+    assert sorted(np.concatenate([part["input"][:, 0] for part in parts])) == list(range(96))
+    for i, part in enumerate(parts):
+        assert (part["label"] == label[part["input"][:, 0].astype(int)]).all()
+        train = {"input": np.zeros((3, 1)), "label": np.zeros(3, int), "source": np.full(3, i)}
+        half, sizes = _halved({"train": train, "val": part})
+        assert sizes == (3, 12)
+        for found in (half["train"]["label"][3:], half["val"]["label"]):
+            assert {*found.tolist()} == {0, 1}
+
+
 def test_wrong_input_is_refused():
     one = source(8, 0.0, 0)
     with pytest.raises(SettingError, match="there are 1 sources, expected at least two"):
@@ -91,3 +107,13 @@ def test_wrong_input_is_refused():
     narrow = {**one, "input": one["input"][:, :2]}
     with pytest.raises(ProblemError, match="different numbers of columns: give the same features"):
         fb.mix_sources([one, one], narrow)
+    with pytest.raises(ProblemError, match="the source 'b' has the label -1: number the classes from 0"):
+        fb.mix_sources({"a": one, "b": {**one, "label": one["label"] - 1}}, one)
+    with pytest.raises(SettingError, match="bilevel is False, but it gives the weights: leave it out"):
+        fb.mix_sources([one, one], one, bilevel=False)
+
+
+def test_without_a_bilevel_run_that_ends_well_there_are_no_weights(monkeypatch):
+    monkeypatch.setattr(sources, "guarded", lambda task, **settings: guarded(task, **settings, bilevel=False))
+    with pytest.raises(ProblemError, match="the bilevel run failed, so there are no weights"):
+        fb.mix_sources([source(8, 0.0, 0), source(8, 0.0, 1)], source(8, 0.0, 2), num_rounds=2, num_folds=2)

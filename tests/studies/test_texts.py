@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 import fedbilevel as fb
 from fedbilevel.algorithms._adaptive import Moments
+from fedbilevel.algorithms.fedadam import FedAdam
 from fedbilevel.cli import main
 from fedbilevel.data.tokens import Texts
 from fedbilevel.errors import DataError, ExperimentError, SettingError, UnknownNameError
@@ -24,6 +25,7 @@ from fedbilevel.studies.mixture import Mixture
 from fedbilevel.studies.texts import TextMixing, TextStudy
 from fedbilevel.tasks import gpt
 from fedbilevel.tasks.mixing import corrupted
+from support.stops import ctrl_c
 
 TINY = {"width": 8, "layers": 1, "heads": 2, "context": 4, "batch_size": 4, "num_windows": 6}
 SHORT = {**TINY, "num_warm": 3, "num_rounds": 3, "num_trial": 3, "num_train": 3}
@@ -318,6 +320,8 @@ def test_rows_of_the_experiment_have_their_weights():
         run(method="best")
     with pytest.raises(UnknownNameError, match="data"):
         run(data="novels")
+    with pytest.raises(ExperimentError, match="options has 'batch_size', expected precision and strategy alone"):
+        run(options={"precision": "full", "batch_size": 4})
     with pytest.raises(ExperimentError, match="needs 'data'"):
         mixing_text.run({}, repetition=0, folder=None, device="cpu", say=lambda _: None)
 
@@ -352,6 +356,9 @@ def test_wrong_input_is_refused(tmp_path):
     write(tmp_path)
     with pytest.raises(SettingError, match=r"target is given too: put the target into target\.txt"):
         fb.mix_sources(tmp_path, {"input": [], "label": []})
+    for name in ("l2", "num_folds"):
+        with pytest.raises(SettingError, match=f"is a folder, and {name} is a setting for tables: leave it out"):
+            fb.mix_sources(tmp_path, **{name: 3})
     with pytest.raises(SettingError, match="has tables and no target"):
         fb.mix_sources([{}, {}])
     with pytest.raises(SettingError, match="heads is 3, expected a divisor of width"):
@@ -361,3 +368,18 @@ def test_wrong_input_is_refused(tmp_path):
     one = study()
     with pytest.raises(DataError, match="a text has no window of 5 tokens"):
         one.losses(one.problem().y0, [[np.zeros(3, np.uint8)]])
+
+
+@pytest.mark.parametrize("kind", [FedAdam, Mixture])
+def test_ctrl_c_in_any_training_leaves_no_mixture(tmp_path, monkeypatch, kind):
+    write(tmp_path)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in SHORT.items()]
+    with monkeypatch.context() as patch:
+        ctrl_c(patch, kind)
+        with pytest.raises(KeyboardInterrupt):
+            fb.mix_sources(tmp_path, num_clients=2, **SHORT)
+    ctrl_c(monkeypatch, kind)
+    done = CliRunner().invoke(main.cli, ["mix", str(tmp_path), "--num-clients=2", *words, f"--out={tmp_path / 'out'}"])
+    assert done.exit_code == 130
+    assert "Stopped before anything was saved." in done.output
+    assert not (tmp_path / "out").exists()

@@ -31,6 +31,18 @@ def test_rows_are_computed_once_and_equal_those_of_single_runs(tmp_path, monkeyp
             together.choices(TASK, tmp_path, place, rivals=others, num_rounds=5, seed=2)
 
 
+def test_a_run_whose_rival_failed_is_kept_too(tmp_path):
+    calls = []
+
+    def compute():
+        calls.append(1)
+        return {"l2": {"figure": 1.0}, "guarded": {"figure": 1.0}}  # l2_grid failed
+
+    for _ in range(2):
+        assert together.kept(tmp_path, "place", ["l2", "l2_grid"], compute)["l2"] == {"figure": 1.0}
+    assert len(calls) == 1
+
+
 def test_another_task_or_option_has_another_address():
     first = together.address(TASK, num_rounds=5)
     assert first == together.address(TASK, num_rounds=5)

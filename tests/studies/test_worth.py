@@ -13,6 +13,7 @@ from scipy import stats
 
 import fedbilevel as fb
 from fedbilevel import discovery
+from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.cli import main
 from fedbilevel.errors import ExperimentError, UnknownNameError
 from fedbilevel.report import tables
@@ -21,6 +22,7 @@ from fedbilevel.studies.influence.plain import NAMES
 from fedbilevel.studies.kinds import cleaning, worth
 from fedbilevel.studies.rivals import run_rival
 from fedbilevel.studies.together import CHOICES
+from support.stops import ctrl_c
 
 FILE = Path(__file__).resolve().parents[2] / "experiments" / "worth" / "experiment.toml"
 TASK = {"name": "regularisation", "num_train": 10, "num_val": 8, "num_test": 30}
@@ -92,11 +94,33 @@ def test_verdicts_are_recorded_and_printed(tmp_path):
     assert kept["imbalance-digits", "plain"] == pytest.approx(values["imbalance-digits", "plain"], rel=1e-5)
     [(place, found)] = verdicts.verdicts(one, kept).items()
     assert place == ("imbalance-digits", "plain", "self-tuned")
-    expected = verdicts.verdict(kept["imbalance-digits", "self-tuned"], kept[place[:2]], lower_is_better=False)
+    ours, theirs = (list(kept["imbalance-digits", row].values()) for row in ("self-tuned", "plain"))
+    expected = verdicts.verdict(ours, theirs, lower_is_better=False)
     assert found == expected
     page = tables.recorded(one)
     assert f"| {found.shown()} | 2 |" in page
     assert "self_tuned against this row" in page
+
+
+def test_rows_are_paired_by_repetition(tmp_path):
+    """A run that failed has no figure, and the others keep their partners, in the record too."""
+    path = tmp_path / "experiments" / "worth" / "experiment.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(FILE.read_text().split("[result")[0])
+    one = experiment.read(path)
+    jobs = one.jobs(panels=["imbalance-digits"], rows=["self-tuned", "plain"], repetitions=3)
+    about = {"commit": "0", "machine": "m", "time": "t", "seconds": 1.0, "curve": []}
+
+    def figures(job):
+        failed = job.row == "plain" and job.repetition == 0
+        return {"diverged": 1.0} if failed else {"figure": 0.1 * job.repetition + 0.01 * (job.row == "plain")}
+
+    found = [(job, {"figures": figures(job), **about}) for job in jobs]
+    reproduce.record(one, found)
+    for values in (verdicts.values_of(one, found), verdicts.recorded_values(experiment.read(path))):
+        assert list(values["imbalance-digits", "plain"]) == [1, 2]
+        judged = verdicts.verdicts(one, values)["imbalance-digits", "plain", "self-tuned"]
+        assert (judged.difference, judged.word) == (pytest.approx(-0.01), "loses")
 
 
 @pytest.mark.parametrize(
@@ -185,3 +209,9 @@ def test_cleaning_is_judged_by_the_accuracy_that_a_user_gets(run):
     assert (ours["figure"], ours["f1"]) == (own["test_accuracy"], own["f1"])
     theirs, own = run(**common, method="own_loss").figures, by_study(detector={"name": "own_loss"})
     assert (theirs["figure"], theirs["rounds"]) == (own["cleaned"], own["rounds"])
+
+
+def test_ctrl_c_leaves_no_row(run, monkeypatch):
+    ctrl_c(monkeypatch, SelfTuned)
+    with pytest.raises(KeyboardInterrupt):
+        run(task=TASK, figure="test_loss", num_rounds=12)

@@ -110,11 +110,11 @@ def test_a_run_that_starts_at_logit_adjustment_is_refitted_as_logit_adjustment()
     built, rival = task.build(), task.rivals()["logit_adjustment"]
     counts = np.array([np.bincount(client["train"]["label"], minlength=10) for client in built.clients])
     y = {name: torch.randn(leaf.shape, dtype=torch.float64) for name, leaf in built.problem.y0.items()}
-    start = rival.start("train and val", SimpleNamespace(y=y))
+    start = rival.start("train", SimpleNamespace(y=y))
     shares = (counts / counts.sum(1, keepdims=True)).mean(0)  # clients count the same in the lower level
     np.testing.assert_allclose(start["x0"]["ell"], np.log(shares) - np.log(shares).mean(), atol=1e-5)
     problem = dataclasses.replace(built.problem, **start)
-    refit, plain = task.refits(problem, built.clients, start["x0"])["refitted"], rival.ways["train and val"]
+    refit, plain = task.refits(problem, built.clients, start["x0"])["refitted"], rival.refit("train")
     assert refit.problem.client_weights == plain.problem.client_weights == "by_samples"
     for one, other in zip(refit.clients, plain.clients, strict=True):
         batch = {name: torch.as_tensor(value) for name, value in one["train"].items()}

@@ -118,6 +118,8 @@ def test_windows_before_a_border_are_left_out():
     assert test.tolist() == [116, 117, 118, 119]
     train, val, test = _in_time(np.arange(100, 120), 0.5, 0.25, 0.2)
     assert [*train, *val, *test] == list(range(100, 120, 2))  # every second window: no two overlap
+    few = [[part.tolist() for part in _in_time(np.arange(2), 1.0, 0.3, share)] for share in (0.5, 0.25)]
+    assert few == [[[], [], [1]], [[], [1], []]]  # 0 would overlap with 1, also across an empty part
 
 
 def test_too_few_samples_people_or_labels_are_clear_errors():

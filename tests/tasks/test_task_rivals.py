@@ -129,7 +129,7 @@ def test_losses_of_the_rivals_of_imbalance_are_those_of_numpy():
         for name in ("image", "label")
     )
     counts = np.bincount(label)
-    y = some_y(rivals["plain"].ways["train and val"].problem)
+    y = some_y(rivals["plain"].refit("train").problem)
     z = image @ y["out.weight"].T + y["out.bias"]
     norm = 0.01 * sum((leaf**2).sum() for leaf in y.values())
     beta = 1 - 1 / len(label)
@@ -141,8 +141,10 @@ def test_losses_of_the_rivals_of_imbalance_are_those_of_numpy():
         "class_balanced": (weights * entropies(z, label)).mean(),
     }
     for name, loss in expected.items():
-        [way] = rivals[name].ways.values()
-        assert lower_loss(way, y) == pytest.approx(loss + norm, rel=1e-6), name
+        assert lower_loss(rivals[name].refit("train"), y) == pytest.approx(loss + norm, rel=1e-6), name
+        [way] = rivals[name].ways.values()  # where a bilevel run begins: without validation samples
+        num = [[len(client["train"]["label"]) for client in clients] for clients in (way.clients, own)]
+        assert num[0] == num[1]
 
 
 def test_adjusted_start_is_logit_adjustment_by_the_priors_of_the_tail():

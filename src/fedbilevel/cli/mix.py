@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -59,7 +60,11 @@ def mix_command(
     options = {"device": torch_device(device), "precision": precision}
     place = out or terminal.new_folder("mix")
     with terminal.console.status("learning weights of the sources"):
-        found = choose(TextStudy(texts, chosen(TextMixing, values, {}), seed, options))
+        try:
+            found = choose(TextStudy(texts, chosen(TextMixing, values, {}), seed, options))
+        except KeyboardInterrupt:
+            terminal.say("Stopped before anything was saved.")
+            sys.exit(130)
     terminal.console.print(_table(found))
     terminal.say_line(f"{found.sentence[:1].upper()}{found.sentence[1:]}.")
     make_folder(place)

@@ -19,6 +19,7 @@ from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import AnyNetwork
 from fedbilevel.runs.baseline import unseen_roles
 from fedbilevel.runs.choice import choose
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.record import finite, make_folder, write_whole
 from fedbilevel.runs.result import Progress
 from fedbilevel.runs.resume import versions
@@ -182,11 +183,9 @@ def _one(
             tell(now)
 
     try:
-        result = solve(built.problem, built.clients, algorithm, callbacks=[watch], **options)
+        result = whole(solve(built.problem, built.clients, algorithm, callbacks=[watch], **options))
     except NonFiniteError as error:
         return rows, str(error)
-    if result.stopped == "interrupted":
-        raise KeyboardInterrupt  # an incomplete run is not a result; earlier runs are on disk
     return list(result.rows), result.ending.why if result.stopped == "failed" else None
 
 

@@ -6,6 +6,7 @@ trained once more with the learned x, as the task or the start says.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import warnings
@@ -20,6 +21,7 @@ from fedbilevel.columns import figures_of
 from fedbilevel.errors import NonFiniteError, ProblemWarning, RecoveryWarning, SettingError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies.rivals import RivalOutcome, run_rival
@@ -74,7 +76,8 @@ def contest(task: Task, options: Mapping[str, Any], paid: Costs, tuned: Tuned) -
     rivals: dict[str, RivalOutcome] = {}
     for name, rival in plans.items():
         begun = time.process_time()
-        rivals[name] = run_rival(rival, always=tuned.bilevel and name == tuned.first, **options)
+        may_start = rival.start is not None and tuned.first in (None, name)
+        rivals[name] = run_rival(rival, always=tuned.bilevel and may_start, **options)
         _pay(paid, name, rivals[name].costs, begun)
     good = {name: one for name, one in rivals.items() if one.result is not None and one.failed is None}
     if not good:
@@ -92,18 +95,26 @@ def contest(task: Task, options: Mapping[str, Any], paid: Costs, tuned: Tuned) -
             # a network that has learned validation samples by heart would leave nothing to judge by them
             fields = start(good[first].chosen, good[first].unseen or found[first].result)
         begun, runs = time.process_time(), _bilevel(task, fields, options, {} if tuned.learn else {"learn_x": False})
-        for _, _, one in runs.values():
-            _pay(paid, BILEVEL, one.final, begun)
-            begun = time.process_time()
-        found |= {name: Contender(own, some, one, _figures(one)) for name, (own, some, one) in runs.items()}
+        costs = {cost: sum(float(one.final[cost]) for _, _, one in runs.values()) for cost in COSTS}
+        _pay(paid, BILEVEL, costs, begun)
+        found |= {
+            name: Contender(own, some, one, _figures(one))
+            for name, (own, some, one) in runs.items()
+            if one.stopped != "failed"
+        }
     return found, Tuned(list(good), {name: one.chosen for name, one in good.items()}, first, tuned.bilevel, tuned.learn)
 
 
 def unlearned(task: Task, options: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, float]:
     """Return figures and costs of the last refit of a bilevel run whose x stays where it starts."""
+    if task.automatic != "self_tuned":
+        raise SettingError(f"the task {task.name()} runs {task.automatic}, which cannot hold x: leave this row out.")
     paid: Costs = {}
     found, _ = contest(task, options, paid, Tuned(names, learn=False))
-    last = [name for name in found if name.startswith(BILEVEL)][-1]
+    runs = [name for name in found if name.startswith(BILEVEL)]
+    if not runs:
+        raise SettingError(f"the run of {task.name()} that holds x failed: use more rounds, or leave this row out.")
+    last = runs[-1]
     costs = {name: sum(own[name] for own in paid.values()) for name in (*COSTS, "cpu_seconds")}
     return {**found[last].figures, **costs}
 
@@ -121,7 +132,7 @@ def _plans(task: Task, tuned: Tuned) -> dict[str, Rival]:
     }
 
 
-def _pay(paid: Costs, name: str, costs: Mapping[str, Any], begun: float) -> None:
+def _pay(paid: Costs, name: str, costs: Mapping[str, float], begun: float) -> None:
     own = paid.setdefault(name, dict.fromkeys((*COSTS, "cpu_seconds"), 0.0))
     for cost in COSTS:
         own[cost] += float(costs[cost])
@@ -131,7 +142,9 @@ def _pay(paid: Costs, name: str, costs: Mapping[str, Any], begun: float) -> None
 def _bilevel(
     task: Task, fields: dict[str, Any], options: Mapping[str, Any], more: Mapping[str, Any]
 ) -> dict[str, tuple[Problem, Sequence[Holdings], Result]]:
-    """Return the bilevel run and its refits, each with its problem and clients.
+    """Return the bilevel run and its refits, each with its problem and clients, failed runs included.
+
+    A run whose values are not finite from its start on has no result, and is left out.
 
     fields: those of a start (`Rival.start`).
     more: settings of the algorithm.
@@ -143,14 +156,15 @@ def _bilevel(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecoveryWarning)  # held-out samples judge the answer
-            answer = solve(problem, clients, task.automatic, **options, **settings)
+            answer = whole(solve(problem, clients, task.automatic, **options, **settings))
     except NonFiniteError:
         return {}  # the rivals still have an answer
-    if answer.stopped == "failed":
-        return {}
     runs = {BILEVEL: (problem, clients, answer)}
+    if answer.stopped == "failed":
+        return runs
     for label, way in _refits(task, own, problem, clients, answer.x).items():
-        runs[f"{BILEVEL}, {label}"] = way.problem, way.clients, _refitted(way, options)
+        with contextlib.suppress(NonFiniteError):  # the run without a refit still has an answer
+            runs[f"{BILEVEL}, {label}"] = way.problem, way.clients, _refitted(way, options)
     return runs
 
 
@@ -167,7 +181,8 @@ def _refitted(way: Way, options: Mapping[str, Any]) -> Result:
     """Train y once more, with x as it was learned."""
     with warnings.catch_warnings():  # validation samples are among the training samples on purpose
         warnings.simplefilter("ignore", ProblemWarning)
-        return solve(way.problem, way.clients, way.algorithm, **options, **way.settings)
+        warnings.simplefilter("ignore", RecoveryWarning)  # held-out samples judge the answer
+        return whole(solve(way.problem, way.clients, way.algorithm, **options, **way.settings))
 
 
 def _common(x: Any) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from fedbilevel import displays
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.holdings import check_clients, fields_of
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
 from fedbilevel.studies.guarded import Guarded, guarded
@@ -153,7 +154,7 @@ def select_features(
             num_rounds=num_rounds,
             seed=seed + r,
         )
-        weights = run.y["weight"].detach().abs().double().numpy()
+        weights = whole(run).y["weight"].detach().abs().double().numpy()
         sizes[r], hits[r] = weights[:dim], weights[:dim] > np.quantile(weights[dim:], _BEATEN)
     labels = np.concatenate([client["train"]["label"] for client in parts])
     found = SelectedFeatures(

@@ -32,8 +32,8 @@ import torch
 from fedbilevel.errors import SettingError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.draws import Stream
-from fedbilevel.problem.holdings import fields_of
-from fedbilevel.problem.problem import with_features
+from fedbilevel.problem.holdings import fields_of, same_samples
+from fedbilevel.problem.problem import Problem, with_features
 from fedbilevel.runs.result import Result
 from fedbilevel.settings import whole_number
 from fedbilevel.studies import blend as blends
@@ -112,7 +112,7 @@ def guarded(
     task: Task,
     *,
     num_rounds: int,
-    num_folds: int = 2,
+    num_folds: int | None = None,
     rivals: Sequence[str] | None = None,
     blend: bool = True,
     bilevel: bool = True,
@@ -124,6 +124,7 @@ def guarded(
     A task may name another algorithm (`Task.automatic`), or a figure that chooses (`Task.judge`).
 
     num_folds: parts of the validation samples; everything runs once without each, and once with all.
+        None: the task's own number (`Task.num_folds`).
     rivals: names of the task's rivals that take part; None: all.
     blend: whether the answer may be a blend of several classifiers.
     bilevel: whether a bilevel run takes part; False: the answer is that of the rivals alone.
@@ -137,7 +138,7 @@ def guarded(
     """
     if not isinstance(task, Task):
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Regularisation().")
-    num_folds = whole_number("num_folds", num_folds, 2)
+    num_folds = whole_number("num_folds", task.num_folds if num_folds is None else num_folds, 2)
     built, options = task.build(), {"residuals": False, **options, "num_rounds": num_rounds, "seed": seed}
     paid: Costs = {}
     if task.judge:
@@ -160,7 +161,7 @@ def guarded(
             if num_classes:
                 scores.setdefault(name, []).append(_scored(one, _APART, num_classes))
             else:
-                losses.setdefault(name, []).append(_losses(one))
+                losses.setdefault(name, []).append(_losses(one, task.judged(one.problem)))
     final = {name: whole[name]._replace(losses=np.concatenate(parts))
              for name, parts in losses.items() if len(parts) == num_folds and name in whole}  # fmt: skip
     for name, some in scores.items():
@@ -176,12 +177,13 @@ def _answer(final: Mapping[str, Contender], paid: tuple[Costs, Costs], task: Tas
 
     num_classes: 0 without a blend.
     """
+    blended = lambda best: _blended(best, task, num_classes) if num_classes else best
+    answer = blended(_chosen(final, paid))
+    if BILEVEL not in paid[0]:
+        return answer
     rivals = {name: one for name, one in final.items() if not name.startswith(BILEVEL)}
-    found = [
-        _blended(best, task, num_classes) if num_classes else best
-        for best in (_chosen(some, paid) for some in ((final, rivals) if len(rivals) < len(final) else (final,)))
-    ]
-    return dataclasses.replace(found[0], plain=found[1]) if len(found) > 1 else found[0]
+    spent, tuning = ({name: one for name, one in costs.items() if name != BILEVEL} for costs in paid)
+    return dataclasses.replace(answer, plain=blended(_chosen(rivals, (spent, tuning))))
 
 
 def _chosen(final: Mapping[str, Contender], paid: tuple[Costs, Costs]) -> Guarded:
@@ -195,8 +197,7 @@ def _chosen(final: Mapping[str, Contender], paid: tuple[Costs, Costs]) -> Guarde
         contenders[BILEVEL] = min(learned, key=lambda one: one.held_loss)
         difference, error = Gap.of(contenders[BILEVEL].losses, final[best].losses)
         answer = BILEVEL if difference < -error else best
-    spent, tuning = ({name: one for name, one in costs.items() if learned or name != BILEVEL} for costs in paid)
-    return Guarded(answer, answer, best, contenders, difference, error, spent, tuning, {}, contenders[answer].figures)
+    return Guarded(answer, answer, best, contenders, difference, error, *paid, {}, contenders[answer].figures)
 
 
 def _blended(found: Guarded, task: Task, num_classes: int) -> Guarded:
@@ -219,21 +220,20 @@ def _divided(
 ) -> list[tuple[Holdings, Mapping[str, np.ndarray]]]:
     """Return, for every fold, the client without these validation samples, and the samples.
 
-    A single validation sample stays in all folds.
+    Where training and validation samples are the same, training misses them too. A single validation
+    sample stays in all folds.
     """
     fields = {name: np.asarray(value) for name, value in fields_of(client["val"], f"'val' of client {number}").items()}
+    roles = ("train", "val") if same_samples(client["train"], client["val"]) else ("val",)
     size = len(next(iter(fields.values())))
     order = stream.order("guarded", number, size, iteration=0).numpy()
     found: list[tuple[Holdings, Mapping[str, np.ndarray]]] = []
     for k in range(num_folds):
         out = np.sort(order[k::num_folds]) if size > 1 else order[:0]
         kept = np.setdiff1d(np.arange(size), out)
-        found.append(
-            (
-                {**client, "val": {name: value[kept] for name, value in fields.items()}},
-                {name: value[out] for name, value in fields.items()},
-            )
-        )
+        less = {name: value[kept] for name, value in fields.items()}
+        apart = {name: value[out] for name, value in fields.items()}
+        found.append(({**client, **dict.fromkeys(roles, less)}, apart))
     return found
 
 
@@ -248,13 +248,13 @@ def _scored(one: Contender, role: str, num_classes: int) -> Scores:
 
 
 @torch.no_grad()
-def _losses(one: Contender) -> np.ndarray:
+def _losses(one: Contender, judged: Problem) -> np.ndarray:
     """Return the upper losses of samples that no run saw, all clients after one another."""
     found = [np.empty(0)]
     for i, client in enumerate(one.clients):
         if not len(next(iter(client[_APART].values()))):
             continue
         x, y, batch = blends.placed(one.result, i, client[_APART])
-        losses = one.problem.upper(x, y, with_features(one.problem, x, batch))
+        losses = judged.upper(x, y, with_features(judged, x, batch))
         found.append(np.atleast_1d(losses.double().numpy()))
     return np.concatenate(found)

@@ -31,6 +31,7 @@ from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
 from fedbilevel.problem.problem import Problem
 from fedbilevel.runs.callbacks import EarlyStopping
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.record import make_folder, write_whole
 from fedbilevel.runs.result import Progress
 from fedbilevel.runs.resume import versions
@@ -290,7 +291,7 @@ def _run(
         recover=False,  # reported figures are those of the given steps
         **where,
     )
-    best = stop.best
+    best, result = stop.best, whole(result)
     return MethodOutcome(
         *label, best["iteration"], best["test_accuracy"], best["test_accuracy_bottom_decile"], best["stop_accuracy"],
         result.ledger["rounds"], result.rows[-1]["megabytes"], result.rows[-1]["seconds"], kept.accuracies,

@@ -22,6 +22,7 @@ from fedbilevel.errors import FedBilevelError, RecoveryWarning, SettingError, Un
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.solve import solve
 from fedbilevel.runs.step_sizes import curvature
 from fedbilevel.settings import kinds
@@ -71,9 +72,11 @@ def measured(problem: Problem, clients: Sequence[Holdings], options: Mapping[str
             warnings.simplefilter("ignore", RecoveryWarning)  # x hardly moves on purpose
             start, end = (
                 _flat(
-                    solve(
-                        problem, clients, still, num_iterations=number, measure_every=_WARM_UP, residuals=False,
-                        recover=False, dtype=torch.float64, **given,
+                    whole(
+                        solve(
+                            problem, clients, still, num_iterations=number, measure_every=_WARM_UP, residuals=False,
+                            recover=False, dtype=torch.float64, **given,
+                        )
                     ).x
                 )
                 for number in (0, _WARM_UP)

@@ -233,7 +233,10 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
                 )
                 figures[name] = one
         if "verdict" in experiment.content:
-            entry["values"] = [_rounded(value) for value in values.get((panel, row), [])]
+            own = values.get((panel, row), {})
+            entry["values"] = [_rounded(value) for value in own.values()]
+            if list(own) != list(range(len(own))):
+                entry["repeated"] = list(own)  # repetitions that have values; others failed
         entry["figures"] = figures
         nested(document, "result", panel)[row] = entry
     write(experiment, "result", document)

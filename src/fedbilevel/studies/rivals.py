@@ -11,6 +11,7 @@ from typing import Any
 from fedbilevel.columns import COLUMNS, figures_of
 from fedbilevel.errors import NonFiniteError, ProblemError, ProblemWarning
 from fedbilevel.runs.callbacks import Callback
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.rival import Rival, Way
@@ -105,12 +106,9 @@ def _run(
     with warnings.catch_warnings():  # validation samples are among the training samples on purpose
         warnings.simplefilter("ignore", ProblemWarning)
         try:
-            result = solve(way.problem, way.clients, way.algorithm, **own)
+            return whole(solve(way.problem, way.clients, way.algorithm, **own))
         except NonFiniteError as error:
             return str(error)
-    if result.stopped == "interrupted":
-        raise KeyboardInterrupt
-    return result
 
 
 def _loss(result: Result | str) -> float:

@@ -35,10 +35,8 @@ from fedbilevel.settings import setting
 from fedbilevel.studies.guarded import Guarded, guarded
 from fedbilevel.studies.mixed_texts import MixedTexts, mix_texts
 from fedbilevel.tasks.mixing import KL, divergence
-from fedbilevel.tasks.rival import Rival, Way
+from fedbilevel.tasks.rival import STOPPED, Rival, Way
 from fedbilevel.tasks.task import Built, Task
-
-_STOPPED = {"learn_x": False}  # of self_tuned: validation samples choose the state
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -92,9 +90,9 @@ def mix_sources(
     target: Any = None,
     *,
     num_rounds: int | None = None,
-    l2: float = 0.001,
+    l2: float | None = None,
     kl: float | None = None,
-    num_folds: int = 4,
+    num_folds: int | None = None,
     seed: int = 0,
     **options: Any,
 ) -> MixedSources | MixedTexts:
@@ -108,11 +106,11 @@ def mix_sources(
     For tables:
 
     sources: one table `{"input": rows, "label": classes from 0}` per source, in a list or by name.
-    target: the same for the target distribution, at least two samples per source.
+    target: the same for the target distribution, at least four samples per source.
     num_rounds: rounds of every run; 200 by default.
-    l2, kl: weights of the squared norm of y, and of the divergence from uniform weights (0.1).
-    num_folds: parts of the target samples by which the answer is chosen.
-    options: further keywords of `solve`.
+    l2, kl: weights of the squared norm of y (0.001), and of the divergence from uniform weights (0.1).
+    num_folds: parts of the target samples by which the answer is chosen; 4 by default.
+    options: further keywords of `solve`. If the bilevel run fails, there are no weights, and an error says so.
 
     >>> import numpy as np
     >>> import fedbilevel as fb
@@ -130,11 +128,15 @@ def mix_sources(
         given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         if target is not None:
             raise SettingError(f"{sources} is a folder, and target is given too: put the target into {TARGET}.txt.")
+        for name, value in {"l2": l2, "num_folds": num_folds}.items():
+            if value is not None:
+                raise SettingError(f"{sources} is a folder, and {name} is a setting for tables: leave it out.")
         names: list[str] = [name for name in ("device", "precision", "strategy") if name in given]
         return mix_texts(sources, seed=seed, options={name: given.pop(name) for name in names}, **given)
     if target is None:
         raise SettingError("mix_sources has tables and no target: give samples of the target.")
-    num_rounds, kl = 200 if num_rounds is None else num_rounds, KL if kl is None else kl
+    if not options.get("bilevel", True):
+        raise SettingError(f"bilevel is {options['bilevel']!r}, but it gives the weights: leave it out.")
     named = dict(sources) if isinstance(sources, Mapping) else {f"source {i}": one for i, one in enumerate(sources)}
     if len(named) < 2:
         raise SettingError(f"there are {len(named)} sources, expected at least two to weigh against one another.")
@@ -149,17 +151,22 @@ def mix_sources(
     rows = np.concatenate([one["input"] for one in tables.values()])
     centre, scale = rows.mean(0), np.where(rows.std(0) > 0, rows.std(0), 1.0)
     scaled = lambda one: {**one, "input": ((one["input"] - centre) / scale).astype(np.float32)}
-    order = np.random.default_rng([seed, 0]).permutation(len(goal["label"]))
-    clients: list[Holdings] = []
-    for i, own in enumerate(tables.values()):
-        dealt = {name: value[np.sort(order[i :: len(tables)])] for name, value in goal.items()}
-        train = {**scaled(own), "source": np.full(len(own["label"]), i)}
-        clients.append({"train": train, "val": scaled(dealt)})
+    clients: list[Holdings] = [
+        {"train": {**scaled(own), "source": np.full(len(own["label"]), i)}, "val": scaled(dealt)}
+        for i, (own, dealt) in enumerate(zip(tables.values(), _dealt(goal, len(tables), seed), strict=True))
+    ]
     num_classes = 1 + max(int(one["label"].max()) for one in (*tables.values(), goal))
-    task = _Sources(l2=l2, kl=kl)
+    task = _Sources(**{name: value for name, value in {"l2": l2, "kl": kl}.items() if value is not None})
     problem = task.problem_of(len(tables), num_classes, rows.shape[1])
     built = task.with_built(Built(problem, clients))
-    guard = guarded(built, num_rounds=num_rounds, num_folds=num_folds, seed=seed, **options)
+    guard = guarded(
+        built, num_rounds=200 if num_rounds is None else num_rounds, num_folds=num_folds, seed=seed, **options
+    )
+    if "bilevel" not in guard.contenders:
+        raise ProblemError(
+            "the bilevel run failed, so there are no weights of the sources: look for samples with extreme values, or "
+            "give a larger l2."
+        )
     weights = softmax(guard.contenders["bilevel"].result.x["logit"].double(), 0).tolist()
     sizes = {name: len(one["label"]) for name, one in tables.items()}
     return MixedSources(dict(zip(tables, weights, strict=True)), sizes, guard, centre, scale)
@@ -172,6 +179,8 @@ class _Sources(Task):
     l2: float = setting(0.001, "weight of the squared norm of y in the lower level", above=0)
     kl: float = setting(KL, "weight of the divergence from uniform weights in the upper level", least=0)
 
+    num_folds = 4  # as in the task mixing
+
     def problem_of(self, num_sources: int, num_classes: int, dim: int) -> Problem:
         return Problem(
             upper=lambda x, y, batch: _entropy(y, batch) + self.kl * divergence(x["logit"]),
@@ -182,6 +191,9 @@ class _Sources(Task):
             y0={"weight": torch.zeros(num_classes, dim), "bias": torch.zeros(num_classes)},
             name="mix_sources",
         )
+
+    def judged(self, problem: Problem) -> Problem:
+        return dataclasses.replace(problem, upper=lambda x, y, batch: _entropy(y, batch))
 
     def rivals(self) -> dict[str, Rival]:
         """Return the plain ways; every client trains on half of its target samples too."""
@@ -199,7 +211,7 @@ class _Sources(Task):
                 weights = each.to(batch["weight"])[batch["source"], batch["is_target"]]
                 return weights * _entropy(y, batch) + self._decay(y)
 
-            return Way(dataclasses.replace(built.problem, lower=lower), clients, settings=_STOPPED)
+            return Way(dataclasses.replace(built.problem, lower=lower), clients, settings=STOPPED)
 
         one, none, alike = np.ones(num), np.zeros(num), np.full(num, 1 / goal.sum())
         return {
@@ -221,7 +233,15 @@ def _fields(given: Any, where: str) -> dict[str, np.ndarray]:
     found = {name: np.asarray(value) for name, value in fields_of(given, where).items()}
     if not {"input", "label"} <= set(found) or found["input"].ndim != 2 or found["label"].dtype.kind not in "iub":
         raise ProblemError(f"{where} has no rows 'input' and whole numbers 'label': give both.")
+    if found["label"].min(initial=0) < 0:
+        raise ProblemError(f"{where} has the label {found['label'].min()}: number the classes from 0.")
     return {"input": found["input"].astype(float), "label": found["label"].astype(np.int64)}
+
+
+def _dealt(goal: Mapping[str, np.ndarray], num: int, seed: int) -> list[dict[str, np.ndarray]]:
+    """Return the target samples of every client in the drawn order, because rivals halve them by place."""
+    order = np.random.default_rng([seed, 0]).permutation(len(goal["label"]))
+    return [{name: value[order[i::num]] for name, value in goal.items()} for i in range(num)]
 
 
 def _halved(client: Holdings) -> tuple[Holdings, tuple[int, int]]:

@@ -35,6 +35,7 @@ from fedbilevel.federation.schedule import Schedule
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.problem.windows import Windows
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.options import torch_device
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
@@ -257,8 +258,9 @@ class TextStudy:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ProblemWarning)
             warnings.filterwarnings("ignore", "the fused kernels of attention")
-            return solve(
+            result = solve(
                 problem, clients, method, num_iterations=num_rounds, seed=self.seed, residuals=False,
                 batch_size=self.settings.batch_size, measure_every=num_rounds,
                 **{"device": torch_device("cpu"), **self.options, **more},
             )  # fmt: skip
+        return whole(result)

@@ -29,21 +29,25 @@ def address(task: Task, **options: Any) -> str:
 
 def known(folder: Path, place: str) -> Rows:
     """Return the rows of a run that has ended."""
-    path = folder / f"{place}.json"
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    return dict(_content(folder, place).get("rows", {}))
 
 
 def kept(folder: Path, place: str, names: Sequence[str], compute: Callable[[], Rows]) -> Rows:
-    """Return the rows of a run, which runs unless the folder has these rows.
+    """Return the rows of a run, which runs unless the folder has a run with these names.
 
-    With other rows beside them the run had other rivals, and its choices are not those among these.
+    A run with other names had other rivals, and its choices are not those among these. A rival that
+    failed has no row.
     """
-    rows = known(folder, place)
-    if set(rows) - set(CHOICES) != set(names):
-        rows = compute()
+    if sorted(_content(folder, place).get("names", ())) != sorted(names):
+        content = json.dumps({"names": list(names), "rows": compute()})
         make_folder(folder)
-        write_whole(folder / f"{place}.json", json.dumps(rows).encode())
-    return rows
+        write_whole(folder / f"{place}.json", content.encode())
+    return known(folder, place)
+
+
+def _content(folder: Path, place: str) -> dict[str, Any]:
+    path = folder / f"{place}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def choices(

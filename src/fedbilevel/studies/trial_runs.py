@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fedbilevel.columns import falls, figures_of
 from fedbilevel.errors import NonFiniteError, RecoveryWarning, SettingError, UnstableStepError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.result import Progress
 from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.task import Built
@@ -70,9 +71,7 @@ class TrialRuns:
             except (NonFiniteError, UnstableStepError):
                 self.outcome = "diverged"
             else:
-                if result.stopped == "interrupted":
-                    raise KeyboardInterrupt  # an incomplete trial is not a result
-                if result.stopped == "failed":
+                if whole(result).stopped == "failed":
                     self.outcome = "diverged"
             self.rounds += self._now
             if self.outcome != "complete":

@@ -18,6 +18,8 @@ from fedbilevel.studies.experiment import Experiment
 
 _LEVEL = 0.95
 
+Values = Mapping[int, float]  # figures by repetition
+
 
 class Verdict(NamedTuple):
     """The difference of a figure, the chosen row minus the other, with its interval."""
@@ -53,22 +55,23 @@ def judges(experiment: Experiment) -> list[str]:
     return list(experiment.content.get("verdict", {}).get("rows", ()))
 
 
-def verdicts(
-    experiment: Experiment, values: Mapping[tuple[str, str], Sequence[float]]
-) -> dict[tuple[str, str, str], Verdict]:
+def verdicts(experiment: Experiment, values: Mapping[tuple[str, str], Values]) -> dict[tuple[str, str, str], Verdict]:
     """Return verdicts by panel, row, and the chosen row that is judged against this row.
 
-    values: figures by panel and row, one per repetition.
+    values: figures by panel and row.
     """
     found = {}
     for (panel, row), theirs in values.items():
         for chosen in judges(experiment):
-            ours = values.get((panel, chosen), ())
-            num = min(len(ours), len(theirs))
-            if row != chosen and num:
-                better = lower(experiment, panel)
-                found[panel, row, chosen] = verdict(ours[:num], theirs[:num], lower_is_better=better)
+            pairs = paired(values.get((panel, chosen), {}), theirs)
+            if row != chosen and pairs:
+                found[panel, row, chosen] = verdict(*zip(*pairs, strict=True), lower_is_better=lower(experiment, panel))
     return found
+
+
+def paired(ours: Values, theirs: Values) -> list[tuple[float, float]]:
+    """Return the figures of the repetitions that both rows have."""
+    return [(ours[one], theirs[one]) for one in sorted(ours.keys() & theirs.keys())]
 
 
 def lower(experiment: Experiment, panel: str) -> bool:
@@ -81,20 +84,24 @@ def lower(experiment: Experiment, panel: str) -> bool:
 
 def values_of(
     experiment: Experiment, found: Sequence[tuple[Any, Mapping[str, Any]]]
-) -> dict[tuple[str, str], list[float]]:
-    """Return the figure of a verdict by panel and row, in the order of repetitions."""
+) -> dict[tuple[str, str], dict[int, float]]:
+    """Return the figure of a verdict by panel and row, then by repetition; a run that failed has none."""
     name = experiment.content.get("verdict", {}).get("figure")
-    values: dict[tuple[str, str], list[float]] = {}
+    values: dict[tuple[str, str], dict[int, float]] = {}
     for job, content in sorted(found, key=lambda one: one[0].repetition):
         if name in content["figures"]:
-            values.setdefault((job.panel, job.row), []).append(float(content["figures"][name]))
+            values.setdefault((job.panel, job.row), {})[job.repetition] = float(content["figures"][name])
     return values
 
 
-def recorded_values(experiment: Experiment) -> dict[tuple[str, str], list[float]]:
+def recorded_values(experiment: Experiment) -> dict[tuple[str, str], dict[int, float]]:
+    """Return what `values_of` returned when the experiment was recorded."""
     result = experiment.content.get("result", {})
     return {
-        (panel, row): one["values"] for panel, rows in result.items() for row, one in rows.items() if "values" in one
+        (panel, row): dict(zip(one.get("repeated", range(len(one["values"]))), one["values"], strict=True))
+        for panel, rows in result.items()
+        for row, one in rows.items()
+        if "values" in one
     }
 
 

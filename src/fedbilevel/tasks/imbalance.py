@@ -53,6 +53,8 @@ from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.rival import Rival, Way, with_validation
 from fedbilevel.tasks.task import Built, Shapes, Task
 
+Loss = Callable[[Tensor, Any], Tensor]  # of logits and a batch
+
 _SPREAD = 0.5  # deviation of x from logit adjustment that a bilevel run expects
 
 
@@ -159,28 +161,28 @@ class Imbalance(Task):
 
     def rivals(self) -> dict[str, Rival]:
         built = self.build()
-        pooled, num_classes = with_validation(built.clients), len(built.problem.y0["out.bias"])
-        labels = np.concatenate([client["train"]["label"] for client in pooled])
-        counts = torch.as_tensor(np.bincount(labels, minlength=num_classes).clip(1), dtype=torch.float32)
-        shifts = (counts / counts.sum()).log()
-        numbers = -torch.expm1(counts * math.log1p(-1 / len(labels)))  # of effective samples, times 1 - beta
-        weights = (1 / numbers) / (counts / numbers).sum() * len(labels)
+        num_classes = len(built.problem.y0["out.bias"])
 
-        def way(loss: Callable[[Tensor, Any], Tensor]) -> dict[str, Way]:
-            lower = lambda x, y, batch: loss(_logits(y, batch), batch) + self._decay(y)
-            return {"train and val": Way(replace(built.problem, lower=lower, client_weights="by_samples"), pooled)}
+        def way(loss: Callable[[Tensor], Loss], clients: Sequence[Holdings]) -> Way:
+            """Return training of y alone; the loss depends on the numbers of training images by class."""
+            labels = np.concatenate([client["train"]["label"] for client in clients])
+            counts = torch.as_tensor(np.bincount(labels, minlength=num_classes).clip(1), dtype=torch.float32)
+            own = loss(counts)
+            lower = lambda x, y, batch: own(_logits(y, batch), batch) + self._decay(y)
+            return Way(replace(built.problem, lower=lower, client_weights="by_samples"), clients)
+
+        def rival(title: str, loss: Callable[[Tensor], Loss], **more: Any) -> Rival:
+            last = lambda label: way(loss, with_validation(built.clients))
+            return Rival(title, {"train": way(loss, built.clients)}, refit=last, **more)
 
         return {
-            "plain": Rival("cross-entropy on all images", way(_entropy)),
-            "logit_adjustment": Rival(
+            "plain": rival("cross-entropy on all images", lambda counts: _entropy),
+            "logit_adjustment": rival(
                 "cross-entropy of logits shifted by log priors",
-                way(lambda z, batch: _entropy(z + shifts.to(z), batch)),
+                _shifted,
                 start=lambda label, run: self._started(built, run.y),
             ),
-            "class_balanced": Rival(
-                "cross-entropy weighted by effective numbers of samples",
-                way(lambda z, batch: weights.to(z)[batch["label"]] * _entropy(z, batch)),
-            ),
+            "class_balanced": rival("cross-entropy weighted by effective numbers of samples", _balanced),
         }
 
     def _started(self, built: Built, y: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -313,6 +315,18 @@ def _adjusted(x: Any, y: Any, batch: Any) -> Tensor:
 
 def _entropy(logits: Tensor, batch: Any) -> Tensor:
     return cross_entropy(logits, batch["label"], reduction="none")
+
+
+def _shifted(counts: Tensor) -> Loss:
+    shifts = (counts / counts.sum()).log()
+    return lambda logits, batch: _entropy(logits + shifts.to(logits), batch)
+
+
+def _balanced(counts: Tensor) -> Loss:
+    num = float(counts.sum())
+    numbers = -torch.expm1(counts * math.log1p(-1 / num))  # of effective samples, times 1 - beta
+    weights = (1 / numbers) / (counts / numbers).sum() * num
+    return lambda logits, batch: weights.to(logits)[batch["label"]] * _entropy(logits, batch)
 
 
 def _tested(num_classes: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:

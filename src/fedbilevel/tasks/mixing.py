@@ -60,12 +60,11 @@ from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, by_client, counted, of_client, ranking, share
 from fedbilevel.tasks.initial import uniform
-from fedbilevel.tasks.rival import Rival, Way
+from fedbilevel.tasks.rival import STOPPED, Rival, Way
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 KL = 0.1  # with a tenth of it, one of several good sources got nearly all weight on Shakespeare's roles
 _SYMBOLS = "abcdefghijkl"  # of the chains
-_STOPPED = {"learn_x": False}  # of self_tuned: validation samples choose the state
 _CORRUPTIONS = ("shuffled", "backwards", "half random", "repeated line")
 
 
@@ -109,6 +108,7 @@ class Mixing(Task):
         "lfednest": {"num_lower_rounds": 3},
     }
     suggested_iterations = {"*": 200, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
+    num_folds = 4  # with few target samples, runs without half of them are no guide to the answer
     avoid = "all sources are like the target: uniform weights are then right, and nothing is left to learn"
     headline = ("test_loss", "good_weight")
     needs = {
@@ -181,10 +181,13 @@ class Mixing(Task):
             "target": Rival("target samples alone", {"target": way(1 - no_target)}),
         }
 
+    def judged(self, problem: Problem) -> Problem:
+        return replace(problem, upper=lambda x, y, batch: self._served(_entropy(y, batch), batch))
+
     def refits(self, problem: Problem, clients: Sequence[Holdings], x: Mapping[str, Tensor]) -> dict[str, Way]:
         """Return training from the start with learned weights, without the target and with it as one source more."""
         weights, one = softmax(x["logit"].double(), 0), torch.zeros(1).double()
-        own = replace(problem, x0=x, upper=lambda x, y, batch: self._served(_entropy(y, batch), batch))
+        own = replace(self.judged(problem), x0=x)
         found = {
             "sources": torch.cat([weights, one]),
             "sources and target": torch.cat([weights, one + 1 / len(weights)]),
@@ -201,7 +204,7 @@ class Mixing(Task):
         each = torch.where(counts > 0, weights.double(), 0.0)  # a source without samples has no share
         each = each / each.sum() * counts.sum() / counts.clamp(min=1)
         lower = lambda x, y, batch: each.to(batch["weight"])[batch["source"]] * _entropy(y, batch) + self._decay(y)
-        return Way(replace(problem, lower=lower), halves, settings=_STOPPED)
+        return Way(replace(problem, lower=lower), halves, settings=STOPPED)
 
     def _decay(self, y: Any) -> Any:
         return 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
-from fedbilevel.tasks.rival import Rival, Way
+from fedbilevel.tasks.rival import Rival, Way, with_validation
 from fedbilevel.tasks.shared_heads import shared_heads
 
 Score = Callable[[Any, Any, Any], Tensor]  # (x, y, batch) -> logits (samples, classes)
@@ -51,12 +51,6 @@ def graded_clients(scores: np.ndarray, labels: np.ndarray, owners: np.ndarray) -
     right = scores.argmax(1) == labels
     counts = {"test_right": np.bincount(owners, weights=right), "test_samples": np.bincount(owners)}
     return across_clients({name: torch.as_tensor(value).double() for name, value in counts.items()})
-
-
-def joined(clients: Sequence[Holdings]) -> list[Holdings]:
-    """Return clients that train on their training and validation samples together."""
-    both = lambda one, name: np.concatenate([one["train"][name], one["val"][name]])
-    return [{**one, "train": {name: both(one, name) for name in one["train"]}} for one in clients]
 
 
 def standardised(clients: Sequence[Holdings]) -> list[Holdings]:
@@ -194,7 +188,7 @@ def network_rivals(
         "both": lambda some: with_prior(standardised(some), num_classes),
     }
     # own statistics are those of all samples that a run trains on
-    again = joined(clients) if refit else None
+    again = with_validation(clients) if refit else None
     data = {name: (of(clients), of(again) if again else None) for name, of in kinds.items()}
     alone = dataclasses.replace(shared, scopes=Scopes(lower="local", upper=shared.scopes.upper))
     plain = [{"lr_lower": lr, "num_local_steps": 5} for lr in _STEPS]

@@ -187,11 +187,11 @@ def _by_activity(places: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
 def _in_time(places: np.ndarray, share: float, val_share: float, test_share: float) -> tuple[np.ndarray, ...]:
     """Split the windows of one activity, which are in order, into training, validation and test parts.
 
-    The window before each border is left out if it would be next to the other part.
+    The last window of a part is left out if the next window that another part uses overlaps with it.
     """
     used = places[np.unique((np.arange(0, len(places), 1 / share)).astype(int))]
     num_test = round(test_share * len(used))
     num_val = round(val_share * (len(used) - num_test))
     first, middle, last = np.split(used, [len(used) - num_test - num_val, len(used) - num_test])
-    apart = lambda one, two: one[: len(one) - 1] if len(one) > 1 and len(two) and two[0] - one[-1] == 1 else one
-    return apart(first, middle), apart(middle, last), last
+    apart = lambda one, after: one[:-1] if len(one) and len(after) and after[0] - one[-1] == 1 else one
+    return apart(first, np.concatenate([middle, last])), apart(middle, last), last

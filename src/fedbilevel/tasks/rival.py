@@ -14,6 +14,7 @@ from fedbilevel.problem.problem import Problem
 PLAIN: Mapping[str, Any] = MappingProxyType(
     {"learn_x": False, "holdout": 0.0}
 )  # of self_tuned: y alone, to its minimum
+STOPPED: Mapping[str, Any] = MappingProxyType({"learn_x": False})  # y alone; validation samples choose the state
 
 
 class Way(NamedTuple):

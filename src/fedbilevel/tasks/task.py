@@ -160,6 +160,7 @@ class Task(Settings):
     suggested: settings that replace the defaults of algorithms on this task; the key is the name of
         an algorithm, or "*" for all algorithms but self_tuned.
     suggested_iterations: numbers of outer iterations, with the same keys.
+    num_folds: parts of the validation samples in `guarded`.
     automatic: the algorithm of `guarded`, with its suggested settings.
     classes: whether the upper loss is the cross-entropy of the field `label`, whole numbers from 0, so
         that `guarded` may blend classifiers, whose figures are then those of `graded`.
@@ -173,6 +174,7 @@ class Task(Settings):
 
     suggested: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     suggested_iterations: ClassVar[Mapping[str, int]] = {"*": 100}
+    num_folds: ClassVar[int] = 2
     automatic: ClassVar[str] = "self_tuned"
     classes: ClassVar[bool] = False
     judge: ClassVar[tuple[str, str, str] | None] = None
@@ -231,6 +233,10 @@ class Task(Settings):
         the same names.
         """
         return {}
+
+    def judged(self, problem: Problem) -> Problem:
+        """Return the problem whose upper loss compares answers in `guarded`: without penalties of x."""
+        return problem
 
     def refits(self, problem: Problem, clients: Sequence[Holdings], x: Mapping[str, Tensor]) -> Mapping[str, Way]:
         """Return ways to train y once more with the learned x, by label.

@@ -66,7 +66,11 @@ class Influences:
         """Return samples whose removal raises the loss, the most helpful first."""
         return [one for one in reversed(self.samples[-num:]) if one.predicted > 0]
 
-    def table(self, num: int = 10) -> str:
+    def table(self) -> list[dict[str, Any]]:
+        """Return one row per sample, the most harmful first; `pandas.DataFrame` reads it."""
+        return [one._asdict() for one in self.samples]
+
+    def listing(self, num: int = 10) -> str:
         """Return the most harmful and the most helpful samples as text.
 
         Columns beside the prediction are plain scores, see studies/influence/plain.py.

@@ -14,7 +14,9 @@ Figures:
     linear                    test accuracy of a linear classifier of the inputs as the task gives
                               them, trained afterwards without the flagged samples (linear = "kept")
                               or with their suggested labels ("corrected")
-    t, evidence, gain         of the guard: t of the likelihood, also calibrated, and right answers
+    t, evidence, gain, gain_error, num_guard, most_false
+                              of the guard: t of the likelihood, also calibrated, right answers, their
+                              standard error, samples, and the bound of the share of false flags
     accepted                  1, or 0 if rejected or unchecked
     harmed                    1 if an accepted classifier loses more than 0.3 points of test accuracy
     rate_false, rate_recall   share of false flags, and recall, at the false-discovery rate; absent
@@ -49,6 +51,8 @@ from fedbilevel.runs.options import torch_device
 from fedbilevel.settings import Settings, made, setting
 from fedbilevel.studies import given, pooled
 from fedbilevel.studies.outcome import RowOutcome
+
+GUARD = ("t", "evidence", "gain", "gain_error", "num_guard", "most_false")  # what its rule reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +137,7 @@ def measured(found: Cleaning, clients: Any, rate: float) -> dict[str, float]:
         "flags": float(np.concatenate(found.flags).mean()),
         "test_accuracy": right["cleaned" if accepted else "plain"],
         **right,
-        **{name: float(found.found[name]) for name in ("t", "evidence", "gain")},
+        **{name: float(found.found[name]) for name in GUARD if name in found.found},
         "accepted": float(accepted),
         "harmed": harmed(accepted, *right.values()),
     }

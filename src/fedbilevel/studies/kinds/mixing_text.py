@@ -9,7 +9,7 @@ method    "learned" (by default); "uniform" and "proportional" weights; "clean",
           cuts sources; "doge" and "doremi" (studies/doge.py, studies/doremi.py)
 corrupted false: the four other sources stay as clean as the first ones
 model     settings of TextMixing (studies/texts.py)
-options   precision, batch sizes, ... (runs/options.py)
+options   precision and strategy (runs/options.py); batch sizes are settings of the model
 seed      of the first repetition
 
 Every model is trained from scratch with the same number of tokens, and the weights of "doge" and
@@ -31,7 +31,7 @@ import numpy as np
 from fedbilevel.data.locations import find
 from fedbilevel.data.sets.shakespeare import FILE
 from fedbilevel.data.tokens import Texts
-from fedbilevel.errors import UnknownNameError
+from fedbilevel.errors import ExperimentError, UnknownNameError
 from fedbilevel.runs.options import keywords
 from fedbilevel.settings import made
 from fedbilevel.studies import doge, doremi, given
@@ -47,6 +47,7 @@ KNOWN = {
 }  # fmt: skip
 METHODS = ("learned", "uncut", "uniform", "proportional", "clean", "target", "doge", "doremi")
 DATA = ("shakespeare", "chains")
+OPTIONS = ("precision", "strategy")
 GOOD = {"clean a": 0.054, "clean b": 0.09, "clean c": 0.135, "clean d": 0.18}  # shares of all text
 BAD = {"shuffled": 0.108, "words backwards": 0.108, "other letters": 0.108, "repeated line": 0.108}
 TARGET, TEST = 0.036, 0.072
@@ -91,9 +92,14 @@ def run(
     method, seed = row.get("method", "learned"), row.get("seed", 0) + repetition
     if method not in METHODS:
         raise UnknownNameError("method", method, METHODS)
+    for name in row.get("options", {}):
+        if name not in OPTIONS:
+            raise ExperimentError(
+                f"options has {name!r:.80}, expected {' and '.join(OPTIONS)} alone: leave it out, or give it in the "
+                "row or its model."
+            )
     options = keywords({**row.get("options", {}), "device": device})
-    options.pop("seed")
-    options = {name: value for name, value in options.items() if name in ("device", "precision", "strategy")}
+    options = {name: options[name] for name in ("device", *OPTIONS)}
     settings = made(TextMixing, row.get("model", {}))
     own = texts(row["data"], seed, row.get("clients", 4), junk=row.get("corrupted", True))
     study = TextStudy(own, settings, seed, options)

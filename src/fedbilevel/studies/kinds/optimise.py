@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from fedbilevel.columns import figures_of
 from fedbilevel.errors import ExperimentError, NonFiniteError
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.options import keywords
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Progress
@@ -87,9 +88,7 @@ def run(
                 **{"checkpoint_every": max(10, iterations // 10), **pace},
                 **options,
             )
-            if result.stopped == "interrupted":
-                raise KeyboardInterrupt  # an incomplete run is not a result; its checkpoint is on disk
-            rows, diverged = result.rows, result.stopped == "failed"
+            rows, diverged = whole(result).rows, result.stopped == "failed"
             if row.get("indirect") and not diverged:
                 more = indirect.measured(built, algorithm, result, options)
         except NonFiniteError:

@@ -37,6 +37,7 @@ from fedbilevel.aggregation.attacks import Attack
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.errors import ExperimentError
 from fedbilevel.privacy.accountant import Accountant, Budget, joint
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.options import keywords
 from fedbilevel.runs.privacy_account import sums_of
 from fedbilevel.runs.solve import solve
@@ -166,7 +167,7 @@ class _Runs:
                 num_rounds=self.row["num_rounds"],
                 **options,
             )
-        return {_FIGURE: result.final[_FIGURE], **{name: float(value) for name, value in result.ledger.items()}}
+        return {_FIGURE: whole(result).final[_FIGURE], **{name: float(value) for name, value in result.ledger.items()}}
 
     def attackers(self, share: float) -> list[int]:
         return made(Attack, {"kind": "sign_flip", "share": share}).attackers(

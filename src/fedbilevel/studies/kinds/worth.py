@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.errors import ExperimentError, UnknownNameError
+from fedbilevel.runs.endings import whole
 from fedbilevel.runs.options import keywords, torch_device
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies import given
@@ -97,7 +98,7 @@ def _solved(
     if method == "self_tuned":
         built = task.build()
         options |= task.suggestions(task.automatic)
-        return solve(built.problem, built.clients, task.automatic, num_rounds=rounds, **options).final
+        return whole(solve(built.problem, built.clients, task.automatic, num_rounds=rounds, **options)).final
     plans = task.rivals()
     if method == _UNLEARNED:
         return unlearned(task, {**options, "num_rounds": rounds}, row.get("rivals"))
