@@ -8,6 +8,8 @@ before the next repetition, those that take longest first; with --by-panel, all 
 come before the next panel, in the given order. A row that another row computes along with its own
 (studies/together.py) waits for it. A job that raises is reported at the end.
 Afterwards, `fedbilevel reproduce worth --out runs/worth --repetitions N --record` reads the results.
+With --extend, repetitions that the file of the experiment records are left out, here and by `reproduce`, whose
+--record adds the others to them.
 With --tune the jobs are the trials of [tune]; afterwards, `fedbilevel tune NAME --out FOLDER` reads them.
 
     python -m benchmarks.worth_jobs --list jobs.txt --processes 15 --limit 1500 --out runs/papers
@@ -33,6 +35,7 @@ from typing import Any, NamedTuple
 from fedbilevel.errors import ExperimentError, FedBilevelError
 from fedbilevel.runs.record import write_whole
 from fedbilevel.studies.experiment import Experiment, Job, read
+from fedbilevel.studies.extension import unrecorded
 from fedbilevel.studies.reproduce import reproduce, results
 from fedbilevel.studies.together import CHOICES
 from fedbilevel.studies.tune import independent_jobs
@@ -211,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="", help="comma-separated; by default all")
     parser.add_argument("--by-panel", action="store_true", help="all repetitions of a panel before the next panel")
     parser.add_argument("--repetitions", type=int, default=None)
+    parser.add_argument("--extend", action="store_true", help="leave out repetitions that the file records")
     parser.add_argument("--tune", action="store_true", help="run the trials of [tune] instead of the rows")
     parser.add_argument("--list", type=Path, default=None, help="file with groups of jobs of several experiments")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -227,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if given.tune
             else chosen.jobs(panels=panels, rows=rows, repetitions=given.repetitions)
         )
+        jobs = unrecorded(chosen, jobs) if given.extend else jobs
         order = panels or list(dict.fromkeys(job.panel for job in jobs)) if given.by_panel else ()
         places = [Place(job, given.out) for job in ordered(jobs, order)]
     found = run_places(places, processes=given.processes, limit=given.limit, device=given.device)

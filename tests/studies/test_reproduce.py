@@ -17,7 +17,7 @@ from fedbilevel.errors import ExperimentError, FedBilevelError, SettingError, Un
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.report import tables
 from fedbilevel.runs.solve import solve
-from fedbilevel.studies import experiment, pictures, provenance, reproduce, row_searches, tune
+from fedbilevel.studies import experiment, extension, pictures, provenance, reproduce, row_searches, tune
 from fedbilevel.studies.experiment import Job
 from fedbilevel.studies.kinds import optimise
 from fedbilevel.tasks.quadratic import Quadratic
@@ -409,6 +409,43 @@ def test_a_result_is_written_into_the_file_and_nothing_else_changes(small, tmp_p
         new["two"]["fedbio"]["figures"]["upper_loss"]
         != tomllib.loads(text)["result"]["two"]["fedbio"]["figures"]["upper_loss"]
     )
+
+
+def test_further_repetitions_extend_a_record_as_if_all_had_run_at_once(small, tmp_path):
+    small.write_text(small.read_text() + '\n[verdict]\nrows = ["fedbio"]\nfigure = "upper_loss"\n')
+    whole, one = small.read_text(), experiment.read(small)
+    jobs = one.jobs(panels=["one"], repetitions=5)
+    found = reproduce.reproduce(jobs, tmp_path / "out")
+    reproduce.record(one, found)
+    at_once = tomllib.loads(small.read_text())["result"]["one"]
+    lines = json.loads((small.parent / "curves.json").read_text())
+    (small.parent / "curves.json").unlink()
+    small.write_text(whole)
+    for first, last in ((0, 2), (2, 3), (3, 5)):
+        now = experiment.read(small)
+        assert {job.repetition for job in extension.unrecorded(now, jobs)} == set(range(first, 5))
+        reproduce.record(now, [(job, content) for job, content in found if first <= job.repetition < last])
+    extended = tomllib.loads(small.read_text())["result"]["one"]
+    for row, entry in at_once.items():
+        assert extended[row]["repetitions"] == 5
+        assert extended[row]["values"] == entry["values"]
+        assert extended[row]["seconds"] == pytest.approx(entry["seconds"], rel=1e-4)
+        for name, figure in entry["figures"].items():
+            assert extended[row]["figures"][name] == pytest.approx(figure, rel=1e-4, abs=1e-6)  # six digits
+    assert json.loads((small.parent / "curves.json").read_text()) == lines
+    with pytest.raises(ExperimentError, match="holds 5 repetitions of fedbio in one, and these are the repetitions 4"):
+        reproduce.record(experiment.read(small), [pair for pair in found if pair[0].repetition == 4])
+
+
+def test_extended_values_keep_the_numbers_of_repetitions_that_failed():
+    figure = {"mean": 2.0, "deviation": 0.0, "runs": 1}
+    entry = {"settings": "a", "commit": "b", "machine": "c", "time": "d", "seconds": 1.0, "figures": {"f": figure}}
+    before = {**entry, "repetitions": 2, "values": [2.0], "repeated": [1]}
+    now = {**entry, "repetitions": 3, "values": [4.0, 6.0], "repeated": [0, 2]}
+    now["figures"] = {"f": {"mean": 5.0, "deviation": math.sqrt(2), "runs": 2}}
+    found = extension.joined(before, now)
+    assert (found["values"], found["repeated"], found["repetitions"]) == ([2.0, 4.0, 6.0], [1, 2, 4], 5)
+    assert found["figures"]["f"] == pytest.approx({"mean": 4.0, "deviation": 2.0, "runs": 3})
 
 
 def test_rows_of_one_title_have_a_line_each_and_rows_without_the_axes_have_none(small, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from fedbilevel.cli.flags import jobs_option
 from fedbilevel.errors import SettingError
 from fedbilevel.report import budget_tables, goal_tables, item_tables, seed_tables, tables
 from fedbilevel.runs.options import torch_device
-from fedbilevel.studies import experiment, pictures, reproduce, verdicts
+from fedbilevel.studies import experiment, extension, pictures, reproduce, verdicts
 
 
 def _parts(text: str) -> list[str]:
@@ -50,6 +50,11 @@ def _parts(text: str) -> list[str]:
     help="write the results into the experiment's file, with commit, machine and time",
 )
 @click.option(
+    "--extend",
+    is_flag=True,
+    help="leave out repetitions that the experiment's file records with these settings; --record adds the others",
+)
+@click.option(
     "--results",
     is_flag=True,
     help="run nothing: print the state of the papers' items, the recorded results of NAME or of all experiments as "
@@ -66,6 +71,7 @@ def reproduce_command(
     device: str,
     out: Path | None,
     keep: bool,
+    extend: bool,
 ) -> None:
     """Reproduce a table or figure of a paper: our results beside the paper's, with pictures.
 
@@ -94,6 +100,11 @@ def reproduce_command(
     torch_device(device)
     chosen_one = experiment.read(name)
     jobs = chosen_one.jobs(quick=quick, panels=_parts(panels), rows=_parts(rows), repetitions=repetitions)
+    if extend:
+        jobs = extension.unrecorded(chosen_one, jobs)
+        if not jobs:
+            terminal.say(f"{chosen_one.path} records all of these repetitions: ask for more with --repetitions.")
+            return
     folder = out or Path("runs") / f"reproduce-{chosen_one.name}{'-quick' if quick else ''}"
     with terminal.console.status("") as status:
         say = status.update if terminal.console.is_terminal else lambda _: None

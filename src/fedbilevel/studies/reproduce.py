@@ -30,6 +30,7 @@ import fedbilevel.studies.kinds
 from fedbilevel.errors import ExperimentError, FedBilevelError, UnknownNameError
 from fedbilevel.runs.record import make_folder, write_whole
 from fedbilevel.runs.resume import versions
+from fedbilevel.studies import extension
 from fedbilevel.studies.comparison import Spread
 from fedbilevel.studies.experiment import Experiment, Job, write
 from fedbilevel.studies.pictures import draw_panel
@@ -201,7 +202,8 @@ def summary(found: Sequence[tuple[Job, Mapping[str, Any]]]) -> dict[tuple[str, s
 def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
     """Write results into the experiment's file; other rows and comments do not change.
 
-    Results with fewer repetitions than the recorded ones are refused.
+    Results with fewer repetitions than the recorded ones are refused. Repetitions that follow the
+    recorded ones are added to them (studies/extension.py).
     """
     document: Any = tomlkit.parse(experiment.path.read_text())
     by_place: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -210,35 +212,35 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
     kept = experiment.path.parent / "curves.json"
     curves = _curves(kept)
     values = values_of(experiment, found)
-    means, digests = summary(found), {(job.panel, job.row): job.digest for job, _ in found}
+    means, jobs = summary(found), dict[tuple[str, str], list[Job]]()
+    for job, _ in found:
+        jobs.setdefault((job.panel, job.row), []).append(job)
+    further = {place for place, own in jobs.items() if extension.extends(experiment, own)}
     for (panel, row), contents in by_place.items():
+        before = extension.num_recorded(experiment, jobs[panel, row][0])
         there = experiment.content.get("result", {}).get(panel, {}).get(row, {})
-        before = there.get("repetitions", 0) if there.get("settings") == digests[panel, row] else 0
-        if len(contents) < before:
+        if (panel, row) not in further and len(contents) < before:
             raise ExperimentError(
                 f"{experiment.path} holds {before} repetitions of {row} in {panel}, these are {len(contents)}: "
                 "run more, or remove the recorded ones."
             )
-        entry, figures = tomlkit.table(), tomlkit.table()
-        entry["settings"], entry["repetitions"] = digests[panel, row], len(contents)
-        entry["commit"] = ", ".join(sorted({one for content in contents for one in content["commit"].split(", ")}))
-        entry["machine"] = ", ".join(sorted({content["machine"] for content in contents}))
-        entry["time"] = max(content["time"] for content in contents)
-        entry["seconds"] = _rounded(sum(content["seconds"] for content in contents))
-        for name, figure in means[panel, row].items():
-            if name != "repetitions":
-                one = tomlkit.inline_table()
-                one.update(
-                    {"mean": _rounded(figure.mean), "deviation": _rounded(figure.deviation), "runs": figure.runs}
-                )
-                figures[name] = one
+        entry: dict[str, Any] = {
+            "settings": jobs[panel, row][0].digest,
+            "repetitions": len(contents),
+            "commit": ", ".join(sorted({one for content in contents for one in content["commit"].split(", ")})),
+            "machine": ", ".join(sorted({content["machine"] for content in contents})),
+            "time": max(content["time"] for content in contents),
+            "seconds": sum(content["seconds"] for content in contents),
+            "figures": {name: one._asdict() for name, one in means[panel, row].items() if name != "repetitions"},
+        }
         if "verdict" in experiment.content:
-            own = values.get((panel, row), {})
-            entry["values"] = [_rounded(value) for value in own.values()]
-            if list(own) != list(range(len(own))):
-                entry["repeated"] = list(own)  # repetitions that have values; others failed
-        entry["figures"] = figures
-        nested(document, "result", panel)[row] = entry
+            own, first = values.get((panel, row), {}), min(job.repetition for job in jobs[panel, row])
+            entry["values"] = list(own.values())
+            if [number - first for number in own] != list(range(len(own))):
+                entry["repeated"] = [number - first for number in own]  # repetitions that have values; others failed
+        if (panel, row) in further:
+            entry = extension.joined(there, entry)
+        nested(document, "result", panel)[row] = _written(entry)
     write(experiment, "result", document)
     names = [experiment.content.get("plot", {}).get(axis) for axis in "xy"]
     for (panel, row), contents in by_place.items():
@@ -246,13 +248,30 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
             [{name: point[name] for name in names if name in point} for point in _thinned(content["curve"])]
             for content in contents
         ]
+        earlier = curves.get(panel, {}).get(row, []) if (panel, row) in further else []
         curves.setdefault(panel, {})[row] = [
-            [point for point in line if all(map(math.isfinite, point.values()))] for line in lines
+            *earlier,
+            *([point for point in line if all(map(math.isfinite, point.values()))] for line in lines),
         ]
     if any(names):
         write_whole(kept, (json.dumps(curves, allow_nan=False) + "\n").encode())
         for panel in dict.fromkeys(panel for panel, _ in by_place):
             draw_panel(experiment, panel, curves[panel], kept.with_name(f"{panel}.png"))
+
+
+def _written(entry: Mapping[str, Any]) -> Any:
+    """Return the entry as a table of the file, with rounded numbers and a line per figure."""
+    table, figures = tomlkit.table(), tomlkit.table()
+    for name, value in entry.items():
+        if name == "values":
+            value = [_rounded(one) for one in value]
+        if name != "figures":
+            table[name] = _rounded(value)
+    for name, figure in entry["figures"].items():
+        figures[name] = tomlkit.inline_table()
+        figures[name].update({part: _rounded(value) for part, value in figure.items()})
+    table["figures"] = figures
+    return table
 
 
 def nested(document: Any, *names: str) -> Any:
