@@ -79,8 +79,8 @@ def leader(job: Job, jobs: Sequence[Job]) -> str | None:
     return None
 
 
-def listed(text: str, out: Path) -> list[Place]:
-    """Return the jobs of a list in its order."""
+def listed(text: str, out: Path, *, extend: bool = False) -> list[Place]:
+    """Return the jobs of a list in its order; with `extend`, without repetitions that files record."""
     found = []
     for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
         try:
@@ -96,6 +96,7 @@ def listed(text: str, out: Path) -> list[Place]:
             number = chosen.content.get("repetitions", 1) if repetitions == "-" else int(repetitions)
             jobs, folder = chosen.jobs(panels=some_panels, rows=some_rows, repetitions=number), out / chosen.name
             jobs = [job for job in ordered(jobs) if not recorded(chosen, job, number)]
+            jobs = unrecorded(chosen, jobs) if extend else jobs
         found += [Place(job, folder) for job in jobs]
     return found
 
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/worth"))
     given = parser.parse_args(arguments)
     if given.list is not None:
-        places = listed(given.list.read_text(), given.out)
+        places = listed(given.list.read_text(), given.out, extend=given.extend)
     else:
         chosen, panels, rows = read(given.experiment), _names(given.panels), _names(given.rows)
         jobs = (
