@@ -92,7 +92,7 @@ def same_samples(one: Any, other: Any) -> bool:
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Return the values of a field; floating tensors in double precision, because numpy has no bfloat16."""
+    """Return the values of a field; floating tensors become float64, because numpy has no bfloat16."""
     if not isinstance(value, Tensor):
         return np.asarray(value)
     return (value.double() if value.is_floating_point() else value).numpy(force=True)
