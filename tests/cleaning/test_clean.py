@@ -151,6 +151,7 @@ def test_caveats_speak_of_what_is_missing_only():
     full = {
         "num_clients": 4, "share": 1.0, "cut": {"log_odds": 1.0}, "by_rate": True, "rate": 0.05,
         "verdict": "unchecked", "wrong": 0.5, "num_train": 30, "num_features": 20,
+        "detector": "label_em",
     }  # fmt: skip
     assert caveats(num_clean=[3, 4], class_names=["a", "b"], **full) == []
     assert len(caveats(num_clean=[0, 4], class_names=["a", "b"], **full)) == 1
@@ -160,6 +161,7 @@ def test_caveats_speak_of_what_is_missing_only():
     assert caveats(**two, **{**full, "wrong": 0.6, "verdict": "rejected"}) == []
     for verdict, num in (("unchecked", 1), ("rejected", 1), ("accepted", 0)):
         assert len(caveats(**two, **{**full, "num_train": 29, "verdict": verdict})) == num
+        assert caveats(**two, **{**full, "num_train": 29, "verdict": verdict, "detector": "own_loss"}) == []
 
 
 def test_few_samples_of_many_features_have_both_caveats():
@@ -172,6 +174,10 @@ def test_few_samples_of_many_features_have_both_caveats():
     assert sum(flags.sum() for flags in found.flags) > 150  # 15 % are wrong
     assert "of the labels are estimated to be wrong, and nothing checks this" in found.caveats[0]
     assert "There are only 300 training samples for 432 features" in found.caveats[1]
+    found = fb.clean_labels(
+        [{"train": {"image": images[order].reshape(-1, 8, 8), "label": label}}], detector="confident"
+    )
+    assert not any("training samples" in text for text in found.caveats)
 
 
 @pytest.mark.parametrize(

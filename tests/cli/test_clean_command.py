@@ -15,7 +15,7 @@ from fedbilevel.cli import clean
 from fedbilevel.cli.main import cli
 from fedbilevel.data.folders import write_folder
 from fedbilevel.detectors.label_em import LabelEM
-from fedbilevel.errors import CheckpointError, SettingError
+from fedbilevel.errors import CheckpointError, ProblemError, SettingError
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from support.stops import ctrl_c
 
@@ -66,6 +66,8 @@ def test_folders_of_images_name_clients_classes_and_files(tmp_path):
     assert '"client_names":["ann","bob"]' in page
     assert '"held by":"bob","file":"train/light/0.png"' in page
     assert "really wrong" not in page
+    with pytest.raises(SettingError, match="--num-classes is 3, but folders of images say how many classes there are"):
+        invoke(tmp_path / "data", "--num-classes", 3)
 
 
 def test_no_flags_leave_no_table_of_suspects(tmp_path):
@@ -81,9 +83,28 @@ def test_no_flags_leave_no_table_of_suspects(tmp_path):
     assert "Most suspicious labels" not in found.output
 
 
+def test_files_of_labels_without_class_0_need_the_number_of_classes(tmp_path):
+    rng = np.random.default_rng(0)
+    for client in ("ann", "bob"):
+        label = 1 + np.arange(60) % 2
+        write_folder(
+            tmp_path / "data" / client,
+            {"train": {"image": rng.normal(size=(60, 4)) + 9 * label[:, None], "label": label}},
+        )
+    words = [tmp_path / "data", "--out", tmp_path / "run"]
+    with pytest.raises(ProblemError, match=r"labels are from 1 to 2, .*\(num_classes\) if class 0 has no samples"):
+        invoke(*words)
+    found = invoke(*words, "--num-classes", 3)
+    assert found.exit_code == 0
+    assert "of 120 labels are flagged" in found.output
+    assert invoke(*words, "--num-classes", 1).exit_code == 2
+
+
 def test_refusals(tmp_path):
     with pytest.raises(SettingError, match="leave one of both out"):
         invoke(tmp_path, "--noise", "0.2")
+    with pytest.raises(SettingError, match="--num-classes is 3, but built-in data say how many classes there are"):
+        invoke("--num-classes", 3)
     with pytest.raises(SettingError, match="add --out FOLDER"):
         invoke("--resume")
 
@@ -129,5 +150,5 @@ def test_ctrl_c_before_the_first_checkpoint_promises_nothing(tmp_path, monkeypat
 def test_a_cleaning_from_python_is_resumed_there(tmp_path):
     clients = DataCleaning(num_clients=3, noise=0.2, test_share=0.5, num_clean=20).build().clients
     fb.clean_labels(clients, record=tmp_path, callbacks=[lambda progress: True])
-    with pytest.raises(CheckpointError, match=r"use clean_labels\(\.\.\., record=\.\.\., resume=True\) from Python"):
+    with pytest.raises(CheckpointError, match=r"which was started from Python: use clean_labels"):
         CliRunner().invoke(cli, ["resume", str(tmp_path)], catch_exceptions=False)

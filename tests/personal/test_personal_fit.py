@@ -236,6 +236,14 @@ def test_wrong_inputs_are_clear_errors() -> None:
         fb.personalise(part(np.linspace(0.9, 1.7, 9)))
     with pytest.raises(ProblemError, match="client 0 has the label 3 in 'train', expected whole numbers from 0 to 2"):
         fb.personalise(part(np.arange(9)), num_classes=3)
+    for place in range(9):  # no sample is said to be in a part that users do not know
+        with pytest.raises(ProblemError, match="client 0 has the label 3 in 'train', expected whole numbers from 0"):
+            fb.personalise(part(np.where(np.arange(9) == place, 3, np.arange(9) % 2)), num_classes=3)
+    [tested] = part(np.arange(9) % 3)
+    with pytest.raises(ProblemError, match="client 0 has the label 3 in 'test', expected whole numbers from 0 to 2"):
+        fb.personalise([{**tested, "test": {"image": np.ones((9, 2)), "label": np.arange(9) % 4}}], num_classes=3)
+    with pytest.raises(ProblemError, match=r"from 1 to 3, .* subtract 1, or say how many classes there are \(num_cl"):
+        fb.personalise(part(np.arange(9) % 3 + 1))
     with pytest.raises(SettingError, match="num_classes is 'x', expected a whole number"):
         fb.personalise(part(np.arange(9)), num_classes="x")  # type: ignore[arg-type]
     assert repr(fitted()) == f"<models of 6 clients; {str(fitted())[:-1]}>"

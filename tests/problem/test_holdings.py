@@ -173,6 +173,10 @@ def test_roles_are_the_same_if_their_fields_are():
     assert not same_samples(given, {"a": rows})
     assert not same_samples(given, {**given, "label": torch.tensor([0, 2, 1])})
     assert not same_samples(given, {**given, "a": rows[:2]})
+    short = {"a": torch.tensor(rows, dtype=torch.bfloat16), "label": np.arange(3)}  # a type that numpy has not
+    assert same_samples(short, {"a": short["a"].clone(), "label": np.arange(3)})
+    assert same_samples(short, given)
+    assert not same_samples(short, {**short, "a": short["a"] + 1})
     windows = [Windows([np.arange(9)], [0, 0], [0, 3], 4) for _ in range(2)]
     assert same_samples({"text": windows[0]}, {"text": windows[0]})
     assert not same_samples({"text": windows[0]}, {"text": windows[1]})  # files are not read to compare them

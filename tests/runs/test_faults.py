@@ -1,6 +1,7 @@
 """Problems whose solution means nothing: what `solve` and `check_problem` say about them."""
 
 import dataclasses
+import re
 import warnings
 
 import pytest
@@ -188,8 +189,38 @@ def test_a_label_that_a_loss_cannot_use_is_named_with_its_client(place):
     some[client][role]["label"][sample] = 3
     lower = lambda x, y, batch: entropy(x, y, batch) + x["s"].exp() * (y["w"] ** 2).sum()
     classes = fb.Problem(upper=entropy, lower=lower, x0={"s": torch.tensor(0.0)}, y0={"w": torch.zeros(2, 3)})
-    with pytest.raises(ProblemError, match=f"client {client} has the value 3 in {role}/label, which a loss cannot use"):
+    for one in some:
+        for fields in one.values():
+            fields["note"] = fields["a"].to(torch.bfloat16)[:, 0]  # a type that numpy has not, and no index
+    said = rf"cannot use 3 as an index \(.*\), which may be a value of 'label' \(client {client} in '{role}'\): number"
+    with pytest.raises(ProblemError, match=said):
         fb.solve(classes, some, num_rounds=5)
+
+
+def test_every_field_that_may_hold_a_value_outside_is_named():
+    """Labels up to 5 are right here; the kind is not, and another client has it."""
+    some = clients(label=lambda role, num: torch.arange(num) % 6, kind=lambda role, num: torch.arange(num) % 5)
+    some[2]["val"]["kind"][0] = 5
+    table = lambda x, y, batch: fit(y, batch) + torch.zeros(5)[batch["kind"]] + torch.zeros(6)[batch["label"]]
+    labels = "'label' (client 0 in 'train', client 0 in 'val', client 1 in 'train' and 3 more)"
+    with pytest.raises(ProblemError, match=re.escape(f"{labels} or 'kind' (client 2 in 'val'): number classes from 0")):
+        fb.solve(problem(table, decay), some, num_rounds=5)
+
+
+def test_errors_of_callbacks_are_not_explained_by_the_data():
+    some = clients(label=lambda role, num: torch.arange(num) % 6)
+    fail = lambda now: bool(torch.zeros(3)[torch.tensor([5])])
+    with pytest.raises(IndexError, match="index 5 is out of bounds"):
+        fb.solve(problem(upper, decay), some, num_rounds=5, callbacks=[fail])
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+def test_an_index_that_a_run_reaches_later_is_explained(level):
+    """At y = 0, which the check before a run sees, all indices are zero; fedavg only measures the upper loss."""
+    some = clients(label=lambda role, num: torch.arange(num) % 6)
+    late = lambda x, y, batch: fit(y, batch) + torch.zeros(5)[batch["label"] * (y["w"] != 0).any()]
+    with pytest.raises(ProblemError, match="which may be a value of 'label'"):
+        fb.solve(dataclasses.replace(problem(upper, decay), **{level: late}), some, "fedavg", num_iterations=2)
 
 
 def test_an_error_of_a_loss_that_no_field_explains_stays_as_it_is():

@@ -300,6 +300,24 @@ def test_a_run_that_cannot_hold_x_has_no_row_of_its_own(monkeypatch):
         contest_module.unlearned(Regularisation(**SMALL), {"num_rounds": 2}, ["l2"])
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_run_that_holds_x_has_no_row_if_its_refit_failed(monkeypatch, raises):
+    calls = []
+
+    def failing(problem, clients, algorithm, **options):
+        calls.append(algorithm)
+        if len(calls) == 1:
+            return solve(problem, clients, algorithm, **options)
+        if raises:
+            raise NonFiniteError("client 0 returned NaN.")
+        return dataclasses.replace(solve(problem, clients, algorithm, **options), ending=Ending("failed", "it grew."))
+
+    monkeypatch.setattr(contest_module, "solve", failing)
+    with pytest.raises(SettingError, match="the run of regularisation that holds x failed: use more rounds"):
+        contest_module.unlearned(Regularisation(**SMALL), {"num_rounds": 2}, ["l2"])
+    assert len(calls) == 2
+
+
 def test_what_cannot_be_guarded_is_refused():
     with pytest.raises(SettingError, match="every rival failed in some fold"):
         guarded_module._chosen({}, ({}, {}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import fedbilevel as fb
@@ -41,6 +43,36 @@ def test_a_run_whose_rival_failed_is_kept_too(tmp_path):
     for _ in range(2):
         assert together.kept(tmp_path, "place", ["l2", "l2_grid"], compute)["l2"] == {"figure": 1.0}
     assert len(calls) == 1
+
+
+def test_processes_with_other_rivals_may_write_at_once(tmp_path, monkeypatch):
+    """The other process ends while this one has written half of its rows, or just after it."""
+    sync, replace = os.fsync, os.replace
+    calls = []
+
+    def other(rows):
+        calls.append(rows)
+        own = os.getpid()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: own + 1)
+            patch.setattr(os, "fsync", sync)
+            patch.setattr(os, "replace", replace)
+            together.kept(tmp_path, "place", ["l1"], lambda: rows)
+
+    def synced(handle):
+        other({"l1": {"figure": 1.0}})
+        sync(handle)
+
+    def replaced(*paths):
+        replace(*paths)
+        other({"l1": {"figure": 2.0}})
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    rows = {"l2": {"figure": 3.0}}
+    assert together.kept(tmp_path, "place", ["l2"], lambda: rows) == rows
+    assert len(calls) == 2
+    assert [one.name for one in tmp_path.iterdir()] == ["place.json"]
 
 
 def test_another_task_or_option_has_another_address():

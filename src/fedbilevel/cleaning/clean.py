@@ -211,7 +211,7 @@ def _outcome(
         num_clean=num_clean.tolist(), num_clients=len(ready.clients), share=float(state.counts[2]), cut=cut,
         by_rate=flag == "rate", rate=chosen.rate, class_names=class_names, verdict=found["verdict"],
         wrong=float(np.concatenate(wrong).mean()), num_train=sum(map(len, labels)),
-        num_features=ready.clients[0]["train"]["image"].shape[1],
+        num_features=ready.clients[0]["train"]["image"].shape[1], detector=chosen.name(),
     )  # fmt: skip
     transition = state.transition.double().view(ready.num_classes, -1).cpu().numpy()
     flags, both = [own >= least for own in wrong], _classifiers(chosen, state, ready.num_classes)

@@ -220,11 +220,13 @@ class Cleaning:
 def caveats(
     *, num_clean: Sequence[float], num_clients: int, share: float, cut: Mapping[str, float] | None, by_rate: bool,
     rate: float, class_names: Sequence[str], verdict: str, wrong: float, num_train: int, num_features: int,
+    detector: str,
 ) -> list[str]:  # fmt: skip
     """Return what cannot be guaranteed with these samples.
 
     num_clean: clean samples per class that detection uses. share: of clients with clean samples.
     wrong: estimated share of wrong labels. num_train: training samples of all clients.
+    detector: the name of the detector; label_em alone is known to fail with few samples.
     """
     found = []
     if verdict == "unchecked" and wrong > 0.5:
@@ -232,7 +234,7 @@ def caveats(
             f"{wrong:.0%} of the labels are estimated to be wrong, and nothing checks this: if most labels are right, "
             "the estimate has failed and the suspects mean nothing."
         )
-    if verdict != "accepted" and num_train < PER_FEATURE * num_features:
+    if detector == "label_em" and verdict != "accepted" and num_train < PER_FEATURE * num_features:
         found.append(
             f"There are only {num_train:,} training samples for {num_features:,} features, fewer than {PER_FEATURE} "
             "per feature, so most flags can be false: give more samples or fewer features, or compare with the "

@@ -134,7 +134,7 @@ def number_of_classes(clients: Sequence[Mapping[str, Mapping[str, np.ndarray]]],
     if num_classes is None and low:
         raise ProblemError(
             f"labels are from {low} to {high}, expected labels that start at 0: subtract {low}, or say how many "
-            "classes there are (class_names or num_classes) if class 0 has no samples."
+            "classes there are (num_classes) if class 0 has no samples."
         )
     return found
 

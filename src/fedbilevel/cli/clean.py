@@ -55,6 +55,12 @@ class CleanCommand(StudyCommand):
     help="with --features out_of_fold or refined: train last networks with and without the flagged labels, and let the "
     "guard choose",
 )
+@click.option(
+    "--num-classes",
+    type=click.IntRange(min=2),
+    default=None,
+    help="number of classes in files of arrays (default: the largest label plus one)",
+)
 @click.option("--size", type=click.IntRange(min=6), default=None, help="resize images to squares of this side")
 @click.option(
     "--flag",
@@ -80,6 +86,7 @@ def clean_command(
     detector: str,
     features: Any,
     retrain: bool,
+    num_classes: int | None,
     size: int | None,
     flag: Any,
     rate: float,
@@ -114,10 +121,15 @@ def clean_command(
         task = chosen(DataCleaning, values, {})
         clients = task.build().clients
         features = "convolutional" if features == "auto" else features
+    if num_classes is not None and (not folders or named["class_names"] is not None):
+        raise SettingError(
+            f"--num-classes is {num_classes}, but {'folders of images' if folders else 'built-in data'} say how many "
+            "classes there are: leave it out, or give folders with files of arrays."
+        )
     settings: dict[str, Any] = {"transition": "own"} if own_noise else {}
     clean_and_show(
         clients, folder, num_listed, detector=detector, features=features, flag=flag, rate=rate, retrain=retrain,
-        resume=resume, seed=seed, device=torch_device(device),
+        num_classes=num_classes, resume=resume, seed=seed, device=torch_device(device),
         command=_to_resume(ctx.meta["words"], None if out is not None else folder), **named, **settings,
     )  # fmt: skip
 

@@ -230,8 +230,11 @@ def _check_whole(path: Path, config: dict[str, Any]) -> None:
             f"{path.name} --kit KIT."
         )
     if "cleaning" in config:
-        command = config.get("command", "clean_labels(..., record=..., resume=True) from Python")
-        raise CheckpointError(f"{path} holds a cleaning of labels, which has a command of its own: use {command}.")
+        if "command" in config:
+            how = f"which has a command of its own: use {config['command']}"
+        else:
+            how = "which was started from Python: use clean_labels(..., record=..., resume=True) there"
+        raise CheckpointError(f"{path} holds a cleaning of labels, {how}.")
     if config.get("engine") == "peers":
         how = "was collected from several peers" if "collected" in config else "belongs to one of several peers"
         raise CheckpointError(

@@ -94,8 +94,9 @@ def personalise(
     named = [str(i) for i in range(len(clients))]
     if names is not None:
         named = names_for("names", names, len(clients), "client", distinct=True)
-    splits, tests, scale = _prepared(clients, seed)
-    num = number_of_classes([split._asdict() for split in splits], num_classes)
+    given = [checked(client, i) for i, client in enumerate(clients)]
+    num = number_of_classes(given, num_classes)
+    splits, tests, scale = _prepared(given, seed)
     network = HyperRepresentation(model=model, num_hidden=num_hidden, l2=l2, lower="local", data_seed=seed)
     known: list[Holdings] = [{"train": split.train, "val": split.val} for split in splits]
     own = network.problem(Shapes.of(known[0], num))
@@ -203,12 +204,13 @@ def _likelihoods(head: Mapping[str, Tensor], part: Mapping[str, Tensor]) -> np.n
         return np.asarray(-_entropies(head, part).numpy(), np.float64)
 
 
-def _prepared(clients: Sequence[Holdings], seed: int) -> tuple[list[_Split], list[dict[str, np.ndarray] | None], Scale]:
+def _prepared(
+    clients: Sequence[Mapping[str, Mapping[str, np.ndarray]]], seed: int
+) -> tuple[list[_Split], list[dict[str, np.ndarray] | None], Scale]:
     """Return the samples of each client in three parts, its test samples, and the scale of inputs."""
-    whole = [checked(client, i) for i, client in enumerate(clients)]
-    raw = [{role: {**part, "image": _flat(part["image"])} for role, part in one.items()} for one in whole]
+    raw = [{role: {**part, "image": _flat(part["image"])} for role, part in one.items()} for one in clients]
     splits = [_split(one, i, seed) for i, one in enumerate(raw)]
-    scale = Scale.of([split.train["image"] for split in splits], by_column=whole[0]["train"]["image"].ndim == 2)
+    scale = Scale.of([split.train["image"] for split in splits], by_column=clients[0]["train"]["image"].ndim == 2)
     scaled = lambda part: {**part, "image": scale(part["image"])}
     tests = [scaled(one["test"]) if "test" in one else None for one in raw]
     return [_Split(*map(scaled, split)) for split in splits], tests, scale

@@ -5,48 +5,64 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
 from fedbilevel.errors import ProblemError, reason
 from fedbilevel.problem.client_data import REQUIRED, ClientData, Holdings
-from fedbilevel.problem.holdings import fields_of
+from fedbilevel.problem.holdings import as_array, fields_of
 from fedbilevel.problem.problem import Problem
 from fedbilevel.problem.windows import Windows
 
+_SHOWN = 3  # places of a value in a message
 _MANY = 20  # samples of a role; fewer are an example, not data
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _OUTSIDE = re.compile(r"Target (-?\d+) is out of bounds|index (-?\d+) is out of bounds for dimension")  # of torch
 
 
 @contextmanager
 def outside_named(clients: Sequence[Holdings]) -> Iterator[None]:
-    """Name the client and the field of a value that a loss cannot use as an index, such as a label."""
+    """Name the clients and fields of a value that a loss cannot use as an index, such as a label."""
     try:
         yield
     except (IndexError, RuntimeError, ProblemError) as error:
         told = error.__cause__ if isinstance(error, ProblemError) else error
         found = _OUTSIDE.search(str(told))
-        place = _holder(clients, int(found[1] or found[2])) if found is not None else ""
-        if not place or not isinstance(told, Exception):
+        if found is None or not isinstance(told, Exception):
+            raise
+        value = int(found[1] or found[2])
+        held = [f"{name!r} ({_listed(places)})" for name, places in _holders(clients, value).items()]
+        if not held:
             raise
         raise ProblemError(
-            f"{place}, which a loss cannot use as an index ({reason(told)}): number classes from 0, and give the model "
-            "one output for every class of all clients."
+            f"a loss cannot use {value} as an index ({reason(told)}), which may be a value of {' or '.join(held)}: "
+            "number classes from 0, and give the model one output for every class of all clients."
         ) from error
 
 
-def _holder(clients: Sequence[Holdings], value: int) -> str:
-    """Return the first place of a whole number, e.g. "client 1 has the value 3 in train/label", or ""."""
+def _holders(clients: Sequence[Holdings], value: int) -> dict[str, list[str]]:
+    """Return the places of a whole number, such as "client 1 in 'train'", by field."""
+    found: dict[str, list[str]] = {}
     for i, client in enumerate(clients):
         for role, given in client.items():
             for name, values in fields_of(given, f"{role!r} of client {i}").items():
-                array = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
-                if isinstance(array, Windows) or np.ndim(array) != 1 or np.asarray(array).dtype.kind not in "iu":
-                    continue
-                if (np.asarray(array) == value).any():
-                    return f"client {i} has the value {value} in {role}/{name}"
-    return ""
+                if not isinstance(values, Windows) and _is_whole(values) and (as_array(values) == value).any():
+                    found.setdefault(str(name), []).append(f"client {i} in {role!r}")
+    return found
+
+
+def _is_whole(values: Any) -> bool:
+    """Return whether a field has one whole number per sample."""
+    if isinstance(values, torch.Tensor):
+        return values.ndim == 1 and values.dtype in _WHOLE
+    return np.ndim(values) == 1 and np.asarray(values).dtype.kind in "iu"
+
+
+def _listed(places: Sequence[str]) -> str:
+    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+    return ", ".join(places[:_SHOWN]) + more
 
 
 def data_faults(problem: Problem, data: ClientData) -> list[str]:

@@ -91,12 +91,18 @@ def same_samples(one: Any, other: Any) -> bool:
     return ours.keys() == theirs.keys() and all(_same(ours[name], theirs[name]) for name in ours)
 
 
+def as_array(value: Any) -> np.ndarray:
+    """Return the values of a field; floating tensors become float64, because numpy has no bfloat16."""
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    return (value.double() if value.is_floating_point() else value).numpy(force=True)
+
+
 def _same(one: Any, other: Any) -> bool:
     """Compare two fields by value; windows of files are not read, and are the same if they are one object."""
     if one is other or isinstance(one, Windows) or isinstance(other, Windows):
         return one is other
-    array = lambda value: value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
-    return np.array_equal(array(one), array(other))
+    return np.array_equal(as_array(one), as_array(other))
 
 
 def _column(column: Any, name: str, package: str, where: str) -> np.ndarray:

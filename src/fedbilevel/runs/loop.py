@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class Loop:
         does not help; otherwise only the end of the run is judged.
     raises: raise an error for a value that is not finite, instead of going back; between sites such
         a value may be an attack, and the error names its site.
+    explained: function that returns a context that explains errors of losses; callbacks run outside.
     """
 
     algorithm: Algorithm
@@ -55,6 +56,7 @@ class Loop:
     measure_steps: Callable[[], dict[str, float]] | None = None
     recover: bool = True
     raises: bool = False
+    explained: Callable[[], AbstractContextManager[None]] = nullcontext
 
     steps: dict[str, float] = field(init=False, default_factory=dict)  # the values of "auto"
     state: Any = field(init=False)
@@ -147,7 +149,7 @@ class Loop:
         recovery.begin()
         before = None if fed.account is None else fed.state_dict(self.state)
         try:
-            with fed.group.together():
+            with fed.group.together(), self.explained():
                 fed.begin(self.iteration, at(self.iteration))
                 with torch.no_grad():  # a loss may contain a frozen model of its own
                     self.state = several_rounds(fed, at, self.state, self.iteration, unseen)
@@ -213,12 +215,13 @@ class Loop:
                 record.write_clients(clients)
             if self.run_file is not None:
                 record.write_run_file(self.run_file)
-        self.fed.begin(0)
-        if self.algorithm.auto_names():
-            with torch.no_grad():
-                measure = self.measure_steps or (lambda: resolved(self.algorithm, self.fed))
-                self._adopt(measure())
-        self.state = self.algorithm.init(self.fed)
+        with self.explained():
+            self.fed.begin(0)
+            if self.algorithm.auto_names():
+                with torch.no_grad():
+                    measure = self.measure_steps or (lambda: resolved(self.algorithm, self.fed))
+                    self._adopt(measure())
+            self.state = self.algorithm.init(self.fed)
         self.iteration = begin_at
         return 0.0
 
@@ -293,15 +296,16 @@ class Loop:
 
     def _measure(self) -> dict[str, Any]:
         now = time.perf_counter()
-        row = {
-            "iteration": self.iteration,
-            "seconds": now - self._clock,
-            "megabytes": self.fed.ledger.megabytes,
-            **({} if self.fed.account is None else {"epsilon": self.fed.account.epsilon()}),
-            **self.fed.bill().totals(),
-            **self.fed.measure(self.state.x, self.state.y),
-            **{name: value for figures in self.more_figures for name, value in figures(self.state).items()},
-        }
+        with self.explained():
+            row = {
+                "iteration": self.iteration,
+                "seconds": now - self._clock,
+                "megabytes": self.fed.ledger.megabytes,
+                **({} if self.fed.account is None else {"epsilon": self.fed.account.epsilon()}),
+                **self.fed.bill().totals(),
+                **self.fed.measure(self.state.x, self.state.y),
+                **{name: value for figures in self.more_figures for name, value in figures(self.state).items()},
+            }
         self.rows.append(row)
         if self.record is not None and self.fed.group.rank == 0:
             self.record.add(row)

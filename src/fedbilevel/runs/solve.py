@@ -231,7 +231,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
                 done = Record(record).load()[1]["iteration"] if resume and record is not None else 0
                 print(forecast(fed.account, few, pace, done), file=sys.stderr)
         kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
-        result = Loop(
+        loop = Loop(
             chosen,
             fed,
             Record(record) if record is not None else None,
@@ -246,7 +246,10 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
             if isinstance(chosen, PeerAlgorithm)
             else None,
             recover=recover,
-        ).go(resume=resume)
+            explained=lambda: outside_named(clients),
+        )
+    with group.together():
+        result = loop.go(resume=resume)
     if not baseline or not chosen.learns_x or result.stopped in ("failed", "interrupted") or result.iteration == 0:
         return result
     own: dict[str, Any] = {"cohort": cohort, "stragglers": stragglers._replace(slow=0.0)}

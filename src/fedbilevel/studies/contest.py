@@ -61,6 +61,7 @@ class Tuned(NamedTuple):
 
     bilevel: whether there is a bilevel run.
     learn: whether it learns x; False: only y is trained, which shows what learning x adds to its start.
+    refits: names of the refits of the bilevel run, also of those that failed.
     """
 
     names: Sequence[str] | None = None
@@ -68,12 +69,14 @@ class Tuned(NamedTuple):
     first: str | None = None
     bilevel: bool = True
     learn: bool = True
+    refits: Sequence[str] = ()
 
 
 def contest(task: Task, options: Mapping[str, Any], paid: Costs, tuned: Tuned) -> tuple[dict[str, Contender], Tuned]:
     """Run the rivals of a task, then the bilevel run and its refit, and add their costs to `paid`."""
     plans = _plans(task, tuned)
     rivals: dict[str, RivalOutcome] = {}
+    refits: Sequence[str] = ()
     for name, rival in plans.items():
         begun = time.process_time()
         may_start = rival.start is not None and tuned.first in (None, name)
@@ -95,23 +98,28 @@ def contest(task: Task, options: Mapping[str, Any], paid: Costs, tuned: Tuned) -
             # a network that has learned validation samples by heart would leave nothing to judge by them
             fields = start(good[first].chosen, good[first].unseen or found[first].result)
         begun, runs = time.process_time(), _bilevel(task, fields, options, {} if tuned.learn else {"learn_x": False})
-        costs = {cost: sum(float(one.final[cost]) for _, _, one in runs.values()) for cost in COSTS}
+        refits, ended = [name for name in runs if name != BILEVEL], {name: one for name, one in runs.items() if one}
+        costs = {cost: sum(float(one.final[cost]) for _, _, one in ended.values()) for cost in COSTS}
         _pay(paid, BILEVEL, costs, begun)
         found |= {
             name: Contender(own, some, one, _figures(one))
-            for name, (own, some, one) in runs.items()
+            for name, (own, some, one) in ended.items()
             if one.stopped != "failed"
         }
-    return found, Tuned(list(good), {name: one.chosen for name, one in good.items()}, first, tuned.bilevel, tuned.learn)
+    labels = {name: one.chosen for name, one in good.items()}
+    return found, Tuned(list(good), labels, first, tuned.bilevel, tuned.learn, refits)
 
 
 def unlearned(task: Task, options: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, float]:
-    """Return figures and costs of the last refit of a bilevel run whose x stays where it starts."""
+    """Return figures and costs of a bilevel run whose x stays where it starts.
+
+    The figures are those of its last refit; only a task without refits has those of the run itself.
+    """
     if task.automatic != "self_tuned":
         raise SettingError(f"the task {task.name()} runs {task.automatic}, which cannot hold x: leave this row out.")
     paid: Costs = {}
-    found, _ = contest(task, options, paid, Tuned(names, learn=False))
-    runs = [name for name in found if name.startswith(BILEVEL)]
+    found, done = contest(task, options, paid, Tuned(names, learn=False))
+    runs = [name for name in done.refits or [BILEVEL] if name in found]
     if not runs:
         raise SettingError(f"the run of {task.name()} that holds x failed: use more rounds, or leave this row out.")
     last = runs[-1]
@@ -141,10 +149,11 @@ def _pay(paid: Costs, name: str, costs: Mapping[str, float], begun: float) -> No
 
 def _bilevel(
     task: Task, fields: dict[str, Any], options: Mapping[str, Any], more: Mapping[str, Any]
-) -> dict[str, tuple[Problem, Sequence[Holdings], Result]]:
+) -> dict[str, tuple[Problem, Sequence[Holdings], Result] | None]:
     """Return the bilevel run and its refits, each with its problem and clients, failed runs included.
 
-    A run whose values are not finite from its start on has no result, and is left out.
+    A bilevel run whose values are not finite from its start on has no result, and is left out; such a
+    refit is None.
 
     fields: those of a start (`Rival.start`).
     more: settings of the algorithm.
@@ -159,10 +168,11 @@ def _bilevel(
             answer = whole(solve(problem, clients, task.automatic, **options, **settings))
     except NonFiniteError:
         return {}  # the rivals still have an answer
-    runs = {BILEVEL: (problem, clients, answer)}
+    runs: dict[str, tuple[Problem, Sequence[Holdings], Result] | None] = {BILEVEL: (problem, clients, answer)}
     if answer.stopped == "failed":
         return runs
     for label, way in _refits(task, own, problem, clients, answer.x).items():
+        runs[f"{BILEVEL}, {label}"] = None
         with contextlib.suppress(NonFiniteError):  # the run without a refit still has an answer
             runs[f"{BILEVEL}, {label}"] = way.problem, way.clients, _refitted(way, options)
     return runs

@@ -38,11 +38,14 @@ def kept(folder: Path, place: str, names: Sequence[str], compute: Callable[[], R
     A run with other names had other rivals, and its choices are not those among these. A rival that
     failed has no row.
     """
-    if sorted(_content(folder, place).get("names", ())) != sorted(names):
-        content = json.dumps({"names": list(names), "rows": compute()})
-        make_folder(folder)
-        write_whole(folder / f"{place}.json", content.encode())
-    return known(folder, place)
+    found = _content(folder, place)
+    if sorted(found.get("names", ())) == sorted(names):
+        return dict(found["rows"])
+    rows = compute()
+    make_folder(folder)
+    content = json.dumps({"names": list(names), "rows": rows})
+    write_whole(folder / f"{place}.json", content.encode(), shared=True)  # rows are jobs of several processes
+    return rows  # the file may have the rows of other rivals by now
 
 
 def _content(folder: Path, place: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import tempfile
 from pathlib import Path
@@ -40,11 +41,18 @@ class RunEntry:
             )
         return json.loads(self.path.read_text())
 
-    def write(self, **changes: Any) -> None:
+    def write(self, *, job: str | None = None, **changes: Any) -> None:
+        """Change values; the lock keeps those that `stop` or another follower writes at the same time.
+
+        job: id to add to the jobs of the run.
+        """
         make_folder(self.path.parent)
-        content = {**(json.loads(self.path.read_text()) if self.path.is_file() else {"jobs": []}), **changes}
-        # `submit` follows a run while `status` or `stop` asks for it
-        write_whole(self.path, json.dumps(content, indent=1).encode(), shared=True)
+        with open(self.path.with_suffix(".lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            content = {**(json.loads(self.path.read_text()) if self.path.is_file() else {"jobs": []}), **changes}
+            if job is not None:
+                content["jobs"] = [*content["jobs"], job]
+            write_whole(self.path, json.dumps(content, indent=1).encode(), shared=True)
 
 
 def job_folder(
@@ -106,9 +114,7 @@ def submit_job(opened: Session, kit: Path, plan: dict[str, Any], server: str, cl
         job = opened.submit_job(
             str(job_folder(Path(folder), plan, seal=seal, needed=sites_needed(kit, plan), server=server, client=client))
         )
-    entry = RunEntry(kit, plan["name"])
-    jobs = entry.read()["jobs"] if entry.path.is_file() else []
-    entry.write(plan=plan, server=server, client=client, jobs=[*jobs, job], outcome="running")
+    RunEntry(kit, plan["name"]).write(job=job, plan=plan, server=server, client=client, outcome="running")
     return job
 
 
