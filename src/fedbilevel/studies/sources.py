@@ -65,12 +65,15 @@ class MixedSources:
         ]
         return sorted(rows, key=lambda row: -cast("float", row["weight"]))
 
-    def plot(self) -> Any:
-        """Draw the weights as a matplotlib figure; the dashed line is the uniform weight."""
+    def plot(self, path: Path | str | None = None) -> Any:
+        """Draw the weights as a matplotlib figure; the dashed line is the uniform weight.
+
+        path: a file for the figure; None: it is only returned.
+        """
         from fedbilevel import plots  # needs an extra
 
         rows = {row["source"]: row["weight"] for row in self.table()}
-        return plots.bars(rows, label="weight", mark=1 / len(rows), shown=True)
+        return plots.bars(rows, path, label="weight", mark=1 / len(rows))
 
     def __repr__(self) -> str:
         return f"<weights of {len(self.weights)} sources; {self.guard.sentence}>"

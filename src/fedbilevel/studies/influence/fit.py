@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel import plots
+from fedbilevel import displays, plots
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.federation.averaging import Averaging
@@ -91,13 +91,25 @@ class Influences:
         found["own_loss"] = [-value for value in found["own_loss"]]  # a high loss marks a harmful sample
         return {name: rank_correlation(values, actual) for name, values in found.items()}
 
-    def plot(self, path: Path | str) -> None:
-        """Draw predicted against actual changes of the retrained samples."""
-        tried, actual = self._tried()
-        predicted = [one.predicted for one in tried]
-        found = scores(predicted, actual)
-        pairs = list(zip(predicted, actual, strict=True))
-        plots.scatter(pairs, Path(path), title=f"influence, {self.method}", r2=found.r2, f1=found.f1)
+    def plot(self, path: Path | str | None = None, *, most: int = 10) -> Any:
+        """Draw what is known as a matplotlib figure.
+
+        With `num_removed`, these are predicted against actual changes. Without, they are the
+        distribution of predicted changes, and the `most` most harmful and most helpful samples.
+
+        path: a file for the figure; None: it is only returned.
+        """
+        title = f"influence, {self.method}"
+        pairs = [(one.predicted, one.actual) for one in self.samples if one.actual is not None]
+        if pairs:
+            found = scores(*map(list, zip(*pairs, strict=True)))
+            return plots.scatter(pairs, path, title=title, r2=found.r2, f1=found.f1)
+        ends = {f"client {i}, no. {j}": change for i, j, change, *_ in self._ends(most)}
+        return plots.predictions([one.predicted for one in self.samples], ends, path, title=title)
+
+    def _ends(self, num: int) -> list[Sample]:
+        """Return the most harmful samples, and then the most helpful ones, up to the most helpful of all."""
+        return [*self.harmful(num), *reversed(self.helpful(num))]
 
     def _tried(self) -> tuple[list[Sample], list[float]]:
         pairs = [(one, one.actual) for one in self.samples if one.actual is not None]
@@ -108,6 +120,12 @@ class Influences:
     def __repr__(self) -> str:
         num = sum(one.predicted < 0 for one in self.samples)
         return f"<influence by {self.method}: {num} of {len(self.samples)} samples harm, {self.cost['rounds']} rounds>"
+
+    def _repr_html_(self) -> str:
+        show = lambda value: "not tried" if value is None else f"{value:+.3g}"
+        rows = [[str(one.client), str(one.sample), *map(show, one[2:])] for one in self._ends(10)]
+        note = "First samples whose removal lowers the total validation loss most, then those whose removal raises it most."
+        return displays.ranking(f"I{repr(self)[2:-1]}", _HEADINGS, rows, note)
 
 
 def influence(
