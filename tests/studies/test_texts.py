@@ -356,7 +356,7 @@ def test_wrong_input_is_refused(tmp_path):
     write(tmp_path)
     with pytest.raises(SettingError, match=r"target is given too: put the target into target\.txt"):
         fb.mix_sources(tmp_path, {"input": [], "label": []})
-    for name in ("l2", "num_folds"):
+    for name in ("l2", "fairness", "num_folds"):
         with pytest.raises(SettingError, match=f"is a folder, and {name} is a setting for tables: leave it out"):
             fb.mix_sources(tmp_path, **{name: 3})
     with pytest.raises(SettingError, match="has tables and no target"):

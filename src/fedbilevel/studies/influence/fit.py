@@ -124,7 +124,7 @@ class Influences:
     def _repr_html_(self) -> str:
         show = lambda value: "not tried" if value is None else f"{value:+.3g}"
         rows = [[str(one.client), str(one.sample), *map(show, one[2:])] for one in self._ends(10)]
-        note = "First samples whose removal lowers the total validation loss most, then those whose removal raises it most."
+        note = "Samples whose removal lowers the total validation loss most, and those whose removal raises it most."
         return displays.ranking(f"I{repr(self)[2:-1]}", _HEADINGS, rows, note)
 
 
