@@ -126,7 +126,8 @@ def test_a_given_model_is_used_as_it_is_and_peers_use_hgp():
         (one.client, one.sample) for one in exact.harmful(5)
     ]
     assert default_method(network=fb.Network()) == default_method(averaging=fb.Averaging()) == "hgp"
-    assert (default_method(), default_method(convex=False)) == ("cg", "hgp")
+    assert (default_method(), default_method(convex=False)) == ("cg", "series")
+    assert default_method(network=fb.Network(), convex=False) == "hgp"
 
 
 def test_the_listing_has_both_ends_of_the_table_and_the_plot_compares_removals(tmp_path):

@@ -40,7 +40,6 @@ from fedbilevel.tasks.mixing import KL, divergence, served
 from fedbilevel.tasks.rival import STOPPED, Rival, Way
 from fedbilevel.tasks.task import Built, Task
 
-
 _LEAST = 4  # target samples of a client
 
 
@@ -274,9 +273,10 @@ def _goals(target: Any, names: Sequence[str], fairness: float | None, seed: int)
                 "target per source, or leave fairness out."
             )
         goal = _fields(target, "the target")
-        if len(goal["label"]) < _LEAST * len(names):
+        least = _LEAST * len(names)
+        if len(goal["label"]) < least:
             raise SettingError(
-                f"the target has {len(goal['label'])} samples, expected at least {_LEAST * len(names)}: four per source."
+                f"the target has {len(goal['label'])} samples, expected at least {least}: four per source."
             )
         return _dealt(goal, len(names), seed)
     if not isinstance(target, Sequence) or len(target) != len(names):

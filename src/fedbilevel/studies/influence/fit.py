@@ -22,6 +22,7 @@ from fedbilevel.studies.influence.plain import NAMES, plain_scores, rank_correla
 from fedbilevel.studies.influence.predict import check_scopes, influences, resolved
 from fedbilevel.studies.influence.result import scores
 from fedbilevel.studies.influence.retrain import Trained, Training, retrain, train
+from fedbilevel.studies.influence.series import Series
 from fedbilevel.tasks.task import Built, Task
 
 _HEADINGS = ("client", "sample", "predicted", "gradient", "trajectory", "own loss", "actual")
@@ -135,7 +136,7 @@ def influence(
     y0: Mapping[str, Tensor] | None = None,
     l2: float = 0.01,
     y: Mapping[str, Tensor] | None = None,
-    method: str | Algorithm | None = None,
+    method: str | Algorithm | Series | None = None,
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
     num_removed: int = 0,
@@ -151,7 +152,8 @@ def influence(
     y0, l2: with a loss, the initial model and the weight of l2/2 |y|^2.
     y: the trained model; None: the lower level is solved by Newton's method, for convex losses.
     method: "cg" (conjugate gradients with a server; one round per product), which is the default,
-        or another estimator; with a network or averaging, the default is "hgp".
+        or another estimator; with a network or averaging, the default is "hgp". For networks, whose
+        curvature may be negative, give their weights y and a `Series` (studies/influence/series.py).
     num_removed: how many samples with the largest predictions are removed, one at a time, to
         compare the prediction with training again.
     options: seed, batch_size, device, strategy and chunk_size.
@@ -195,13 +197,19 @@ def influence(
         )
         for place in sorted(places, key=lambda place: (at(found.changes, place), *place))
     ]  # fmt: skip
-    name = chosen.name() if isinstance(chosen, Algorithm) else chosen
+    name = chosen if isinstance(chosen, str) else chosen.name()
     return Influences(samples, population.layout_y.unravel(base.y[0, 0]), name, found.residual, found.cost)
 
 
 def default_method(*, network: Any = None, averaging: Any = None, convex: bool = True) -> str:
-    """Return "cg", or "hgp" between peers and for networks, whose curvature may be negative."""
-    return "cg" if network is None and averaging is None and convex else "hgp"
+    """Return "hgp" between peers and, with a server, "cg", or "series" for networks.
+
+    Conjugate gradients need positive curvature, which networks lack. With the damping that repairs
+    this they predict worse than HGP; the series does not, in as few rounds (series.py).
+    """
+    if network is not None or averaging is not None:
+        return "hgp"
+    return "cg" if convex else "series"
 
 
 def _built(problem: Any, clients: Any, y0: Any, l2: float) -> Built:
