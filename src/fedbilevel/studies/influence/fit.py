@@ -205,7 +205,7 @@ def default_method(*, network: Any = None, averaging: Any = None, convex: bool =
     """Return "hgp" between peers and, with a server, "cg", or "series" for networks.
 
     Conjugate gradients need positive curvature, which networks lack. With the damping that repairs
-    this they predict worse than HGP; the series does not, in as few rounds (series.py).
+    this they underrate changes; the series does not, in as few rounds (series.py).
     """
     if network is not None or averaging is not None:
         return "hgp"

@@ -10,8 +10,10 @@ K products with H, one round each, give this u up to an error that falls fast wi
 gradients are the case phi(l) = 1 / l. They fail where the curvature of the lower level is negative
 along a direction, as that of a network is. Damping, phi(l) = 1 / (l + d) with d above the most
 negative curvature, does not fail, but it also weakens all flat directions, along which a removal
-moves a network most. The series treats a direction as M steps of training would: it needs no
-damping, and predicts as HGP does.
+moves a network most. The series treats a direction as M steps of training would, and needs no
+damping. On a tenth of the embedded digits and the small network of the task (two splits, 30 samples
+each removed and trained again), it predicted as HGP did; with damping, changes were too small, and
+random samples were ordered worse.
 """
 
 from __future__ import annotations
