@@ -194,7 +194,7 @@ def noise(
     figure = _figure(9.0, max(3.6, 1.0 + 0.25 * len(rates)), shown=path is None)
     left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
     image = left.imshow(transition, cmap="Blues", vmin=0, vmax=1)
-    some = np.arange(0, num, -(-num // 20))  # more than twenty names of classes would overlap
+    some = range(0, num, -(-num // 20))  # more than twenty names of classes would overlap
     left.set_xticks(some, [names[k] for k in some], rotation=90 if max(map(len, names)) > 3 else 0)
     left.set_yticks(some, [names[k] for k in some])
     left.set(xlabel="given label", ylabel="class")
