@@ -40,10 +40,10 @@ def _figure(width: float, height: float, *, shown: bool = False) -> Any:
 
 
 def scatter(
-    pairs: Sequence[tuple[float, float]], path: Path, *, title: str, r2: float | None, f1: float | None
-) -> None:
-    """Draw predicted against actual changes, and the diagonal on which they are equal."""
-    figure = _figure(4.4, 4.4)
+    pairs: Sequence[tuple[float, float]], path: Path | str | None, *, title: str, r2: float | None, f1: float | None
+) -> Any:
+    """Return a figure of predicted against actual changes, and the diagonal on which they are equal."""
+    figure = _figure(4.4, 4.4, shown=path is None)
     axes = figure.add_subplot()
     predicted, actual = zip(*pairs, strict=True)
     low, high = min(*predicted, *actual), max(*predicted, *actual)
@@ -59,7 +59,7 @@ def scatter(
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:.3g}")
     axes.set_title(f"{title}\nR2 {_figure_of(r2)}, F1 {_figure_of(f1)}, {len(pairs)} removals", fontsize=10)
-    figure.savefig(path)
+    return saved(figure, path)
 
 
 def sheet(rows: Mapping[str, Sequence[tuple[Any, str]]], path: Path) -> None:
@@ -81,10 +81,15 @@ def sheet(rows: Mapping[str, Sequence[tuple[Any, str]]], path: Path) -> None:
 
 
 def points(
-    curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: Path, *, x: str, y: str, title: str
-) -> None:
-    """Draw predicted against actual values and their diagonal, one colour per name."""
-    figure = _figure(5.4, 4.8)
+    curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]],
+    path: Path | str | None,
+    *,
+    x: str,
+    y: str,
+    title: str,
+) -> Any:
+    """Return a figure of predicted against actual values and their diagonal, one colour per name."""
+    figure = _figure(5.4, 4.8, shown=path is None)
     axes = figure.add_subplot()
     every = [point for some in curves.values() for curve in some for point in curve]
     ends = [min(min(point[x], point[y]) for point in every), max(max(point[x], point[y]) for point in every)]
@@ -95,7 +100,7 @@ def points(
     axes.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "), aspect="equal")
     axes.set_title(_wrapped(title), fontsize=9)
     axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path)
+    return saved(figure, path)
 
 
 def lines(
@@ -159,20 +164,78 @@ def curve(
     return figure
 
 
-def bars(values: Mapping[str, float], *, label: str, mark: float | None = None, shown: bool = False) -> Any:
+def bars(
+    values: Mapping[str, float],
+    path: Path | str | None = None,
+    *,
+    label: str,
+    mark: float | Mapping[str, float] | None = None,
+) -> Any:
     """Return a figure with one horizontal bar per name, the first on top.
 
-    mark: a value with a dashed line, such as a threshold.
+    mark: a value with a dashed line, such as a threshold, or one value with a short line per name.
+    path: a file for the figure; None: it is shown in a notebook or a window.
     """
-    figure = _figure(6.0, 1.0 + 0.25 * len(values), shown=shown)
+    figure = _figure(6.0, 1.0 + 0.25 * len(values), shown=path is None)
     axes = figure.add_subplot()
-    axes.barh(list(values), list(values.values()), color="C0")
-    if mark is not None:
+    _bars(axes, values, label)
+    if isinstance(mark, Mapping):
+        axes.scatter([mark[name] for name in values], list(values), marker="|", s=120, color="0.2", zorder=3)
+    elif mark is not None:
         axes.axvline(mark, color="0.4", linewidth=1, linestyle="--")
+    return saved(figure, path)
+
+
+def noise(
+    transition: np.ndarray, names: Sequence[str], rates: Mapping[str, float], path: Path | str | None, *, title: str
+) -> Any:
+    """Return a figure of a transition matrix of labels, and of one rate of wrong labels per client."""
+    num = len(names)
+    figure = _figure(9.0, max(3.6, 1.0 + 0.25 * len(rates)), shown=path is None)
+    left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
+    image = left.imshow(transition, cmap="Blues", vmin=0, vmax=1)
+    some = range(0, num, -(-num // 20))  # more than twenty names of classes would overlap
+    left.set_xticks(some, [names[k] for k in some], rotation=90 if max(map(len, names)) > 3 else 0)
+    left.set_yticks(some, [names[k] for k in some])
+    left.set(xlabel="given label", ylabel="class")
+    if num <= 12:
+        for (row, column), share in np.ndenumerate(transition):
+            colour = "white" if share > 0.5 else "black"
+            left.text(column, row, f"{share:.2f}".removeprefix("0"), ha="center", va="center", fontsize=7, color=colour)
+    figure.colorbar(image, ax=left, label="share of the class", fraction=0.05, pad=0.01)
+    _bars(right, rates, "estimated share of wrong labels")
+    figure.suptitle(title, fontsize=10)
+    return saved(figure, path)
+
+
+def predictions(values: Sequence[float], ends: Mapping[str, float], path: Path | str | None, *, title: str) -> Any:
+    """Return a figure with the distribution of predicted changes, and the changes with the names of `ends`."""
+    figure = _figure(9.0, max(3.6, 1.0 + 0.22 * len(ends)), shown=path is None)
+    left, right = figure.subplots(1, 2)
+    left.hist(values, bins=40, color="C0", log=True)
+    left.axvline(0, color="0.4", linewidth=1, linestyle="--")
+    left.set(xlabel="predicted change of the total validation loss by a removal", ylabel="samples")
+    left.spines[["top", "right"]].set_visible(False)
+    _bars(right, ends, "predicted change")
+    right.axvline(0, color="0.4", linewidth=1)
+    for axes in (left, right):
+        axes.locator_params(axis="x", nbins=5)
+    figure.suptitle(title, fontsize=10)
+    return saved(figure, path)
+
+
+def saved(figure: Any, path: Path | str | None) -> Any:
+    """Write a figure to a file, if there is one, and return it."""
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _bars(axes: Any, values: Mapping[str, float], label: str) -> None:
+    axes.barh(list(values), list(values.values()), color="C0")
     axes.invert_yaxis()
     axes.set_xlabel(label)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def _wrapped(title: str) -> str:

@@ -208,11 +208,30 @@ def test_validation_samples_that_are_the_training_samples_judge_nothing() -> Non
 def test_a_picture_shows_every_client(tmp_path: Any) -> None:
     if not plots.available():
         pytest.skip("matplotlib is not installed")
-    fitted().plot(tmp_path / "clients.png")
+    [axes] = fitted().plot(tmp_path / "clients.png").axes
     assert (tmp_path / "clients.png").stat().st_size > 1000
+    assert axes.collections[0].get_offsets().tolist() == [[row["shared"], row["own"]] for row in fitted().table()]
     bare = dataclasses.replace(fitted(), tested=[None] * 6)
     with pytest.raises(SettingError, match="no client has test samples"):
         bare.plot(tmp_path / "none.png")
+
+
+def test_a_notebook_shows_both_accuracies_of_every_client_and_the_choice() -> None:
+    found = dataclasses.replace(fitted(), names=["<a>", *"bcdef"], tested=[None, *fitted().tested[1:]])
+    html = found._repr_html_()
+    assert "Models of 6 clients" in html
+    assert found.sentence[1:] in html
+    assert "<tr><td" in html
+    assert "&lt;a&gt;" in html
+    assert html.count(">-<") == 2  # nothing measures client a
+    for row in found.table()[1:]:
+        assert f">{row['shared']:.1%}<" in html
+        assert f">{row['own']:.1%}<" in html
+    many = dataclasses.replace(
+        found, names=[str(i) for i in range(36)], heads=[*found.heads] * 6, tested=[*found.tested] * 6,
+        judged=[*found.judged] * 6,
+    )  # fmt: skip
+    assert "The first 30 clients are shown." in many._repr_html_()
 
 
 def test_wrong_inputs_are_clear_errors() -> None:

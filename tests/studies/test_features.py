@@ -61,7 +61,7 @@ def test_tables_and_displays_show_the_ranking(found):
     assert "3 of 12 features selected" in found._repr_html_()
     assert "feature 0" in found._repr_html_()
     if plots.available():
-        [axes] = found.plot(5).axes
+        [axes] = found.plot(most=5).axes
         assert [bar.get_width() for bar in axes.patches] == [row["stability"] for row in found.table(5)]
 
 

@@ -126,10 +126,11 @@ def test_a_given_model_is_used_as_it_is_and_peers_use_hgp():
         (one.client, one.sample) for one in exact.harmful(5)
     ]
     assert default_method(network=fb.Network()) == default_method(averaging=fb.Averaging()) == "hgp"
-    assert (default_method(), default_method(convex=False)) == ("cg", "hgp")
+    assert (default_method(), default_method(convex=False)) == ("cg", "series")
+    assert default_method(network=fb.Network(), convex=False) == "hgp"
 
 
-def test_the_listing_has_both_ends_of_the_table_and_the_plot_needs_removals(tmp_path):
+def test_the_listing_has_both_ends_of_the_table_and_the_plot_compares_removals(tmp_path):
     found = fitted(clients_of(), num_removed=3)
     rows = found.table()
     assert [row["predicted"] for row in rows] == [one.predicted for one in found.samples]
@@ -139,10 +140,32 @@ def test_the_listing_has_both_ends_of_the_table_and_the_plot_needs_removals(tmp_
     for line, one in zip(lines[2:4] + lines[6:8], found.harmful(2) + found.helpful(2), strict=True):
         assert line.split()[:3] == [str(one.client), str(one.sample), f"{one.predicted:+.3g}"]
     assert found.helpful(1)[0].predicted == max(one.predicted for one in found.samples)
-    found.plot(tmp_path / "removals.png")
+    [axes] = found.plot(tmp_path / "removals.png").axes
     assert (tmp_path / "removals.png").stat().st_size > 1000
+    assert len(axes.collections[-1].get_offsets()) == 3
     with pytest.raises(SettingError, match=r"^no sample was removed, so there are no actual changes: give influence "):
-        fitted(clients_of()).plot(tmp_path / "none.png")
+        fitted(clients_of()).rank_correlations()
+
+
+def test_without_removals_the_plot_shows_how_predictions_are_distributed_and_both_ends(tmp_path):
+    found = fitted(clients_of())
+    figure = found.plot(tmp_path / "predictions.png", most=2)
+    assert (tmp_path / "predictions.png").stat().st_size > 1000
+    left, right = figure.axes
+    assert sum(bar.get_height() for bar in left.patches) == sum(SIZES)
+    ends = [*found.harmful(2), *reversed(found.helpful(2))]
+    assert [bar.get_width() for bar in right.patches] == [one.predicted for one in ends]
+    names = [text.get_text() for text in right.get_yticklabels()]
+    assert names == [f"client {one.client}, no. {one.sample}" for one in ends]
+
+
+def test_a_notebook_shows_both_ends_and_what_was_not_tried():
+    html = fitted(clients_of(), num_removed=1)._repr_html_()
+    found = fitted(clients_of())
+    assert f"Influence by cg: {sum(one.predicted < 0 for one in found.samples)} of 43 samples harm" in html
+    assert html.count("not tried") == 19  # of ten harmful and ten helpful samples, one was removed
+    for one in (*found.harmful(10), *found.helpful(10)):
+        assert f">{one.predicted:+.3g}<" in html
 
 
 def test_a_task_needs_no_clients_and_tens_of_rounds():

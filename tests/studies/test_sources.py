@@ -96,6 +96,100 @@ def test_a_target_that_is_sorted_by_class_is_not_split_by_class():
             assert {*found.tolist()} == {0, 1}
 
 
+def people(num: int, angle: float, seed: int):
+    """Rows whose labels follow a rule of their group."""
+    rows = np.random.default_rng(seed).standard_normal((num, 4)).astype(np.float32)
+    return {"input": rows, "label": (rows @ [np.cos(angle), np.sin(angle), 0.3, 0.0] > 0).astype(int)}
+
+
+ANGLES = (0.0, 0.15, 1.4)  # the third group differs from the other two
+
+
+def worst(fairness: float) -> tuple[float, float]:
+    """The largest loss of a group, on its target samples and on new ones, with learned weights."""
+    clients = [
+        {"train": {**people(60, angle, i), "source": np.full(60, i)}, "val": people(60, angle, 10 + i)}
+        for i, angle in enumerate(ANGLES)
+    ]
+    problem = _Sources(l2=0.01, kl=0.0, fairness=fairness).problem_of(3, 2, 4)
+    y = fb.solve(problem, clients, "self_tuned", num_rounds=40, measure_every=40, residuals=False).y
+
+    def loss(own):
+        z = own["input"] @ y["weight"].numpy().T + y["bias"].numpy()
+        return np.mean(np.log(np.exp(z).sum(1)) - z[np.arange(len(z)), own["label"]])
+
+    new = [people(1000, angle, 20 + i) for i, angle in enumerate(ANGLES)]
+    return max(loss(client["val"]) for client in clients), max(map(loss, new))
+
+
+def test_with_fairness_the_loss_of_the_worst_client_falls():
+    mean, fair = worst(0.0), worst(4.0)
+    assert fair[0] < mean[0] - 0.05
+    assert fair[1] < mean[1] - 0.05
+
+
+def test_the_upper_loss_of_a_fair_client_is_a_power_of_its_mean_and_judges_too():
+    clients = [
+        {"train": {**people(9, angle, i), "source": np.full(9, i)}, "val": people(5 + i, angle, i)}
+        for i, angle in enumerate(ANGLES)
+    ]
+    task = _Sources(fairness=2.0, kl=0.3)
+    y = np.random.default_rng(1).standard_normal(10)
+    means = []
+    for client in clients:
+        z = client["val"]["input"] @ y[:8].reshape(2, 4).T + y[8:]
+        means.append(np.mean(np.log(np.exp(z).sum(1)) - z[np.arange(len(z)), client["val"]["label"]]))
+    x, expected = torch.tensor([0.5, -0.5, 0.0]), np.mean(np.array(means) ** 3) / 3
+    w = torch.softmax(x, 0).double()
+    for problem, kl in (
+        (task.problem_of(3, 2, 4), 0.3 * float((w * (3 * w).log()).sum())),
+        (task.judged(task.problem_of(3, 2, 4)), 0.0),
+    ):
+        population = Population(problem, clients, dtype=torch.float64)
+        found = population.measure(x.double(), torch.as_tensor(y))["upper_loss"]
+        assert found == pytest.approx(expected + kl, rel=1e-6)
+
+
+def test_targets_by_name_or_in_order_stay_with_their_clients_and_the_model_has_a_loss(monkeypatch):
+    seen = []
+
+    def quick(task, **settings):
+        seen.append(task)
+        return guarded(task, **settings)
+
+    monkeypatch.setattr(sources, "guarded", quick)
+    tables = {"a": people(12, 0.0, 0), "b": people(16, 1.0, 1)}
+    goals = {"b": people(8, 1.0, 2), "a": people(6, 0.0, 3)}
+    how = {"fairness": 1.0, "num_rounds": 2, "num_folds": 2}
+    found = fb.mix_sources(tables, goals, **how)
+    fb.mix_sources(tables, [goals["a"], goals["b"]], **how)
+    for task in seen:
+        clients = task.build().clients
+        assert task.fairness == 1.0
+        for client, goal in zip(clients, (goals["a"], goals["b"]), strict=True):
+            rows = client["val"]["input"] * found.scale + found.centre
+            np.testing.assert_allclose(rows[np.argsort(rows[:, 0])], goal["input"][np.argsort(goal["input"][:, 0])],
+                                       atol=1e-5)  # fmt: skip
+    z = (goals["a"]["input"] - found.centre) / found.scale
+    z = z @ found.guard.result.y["weight"].double().numpy().T + found.guard.result.y["bias"].double().numpy()
+    loss = np.mean(np.log(np.exp(z).sum(1)) - z[np.arange(6), goals["a"]["label"]])
+    assert found.loss(goals["a"]) == pytest.approx(loss, rel=1e-6)
+
+
+def test_targets_that_do_not_fit_are_refused():
+    one = source(8, 0.0, 0)
+    with pytest.raises(SettingError, match=r"^fairness is 1\.0, but all clients have the same target"):
+        fb.mix_sources([one, one], one, fairness=1.0)
+    with pytest.raises(SettingError, match="the targets are named a, expected the names of the sources, a, b"):
+        fb.mix_sources({"a": one, "b": one}, {"a": one})
+    with pytest.raises(SettingError, match="target is 3 targets, expected one table, or one per source, which are 2"):
+        fb.mix_sources([one, one], [one, one, one])
+    with pytest.raises(SettingError, match="target is of type int, expected one table"):
+        fb.mix_sources([one, one], 3)
+    with pytest.raises(SettingError, match="the target of 'source 1' has 3 samples, expected at least 4: give more"):
+        fb.mix_sources([one, one], [one, {name: value[:3] for name, value in one.items()}])
+
+
 def test_wrong_input_is_refused():
     one = source(8, 0.0, 0)
     with pytest.raises(SettingError, match="there are 1 sources, expected at least two"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -11,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 import fedbilevel as fb
+from fedbilevel import plots
 from fedbilevel.algorithms._adaptive import Moments
 from fedbilevel.algorithms.fedadam import FedAdam
 from fedbilevel.cli import main
@@ -337,12 +339,42 @@ def write(folder):
         (folder / f"{name}.txt").write_bytes(own)
 
 
+def texts_and_model(found, folder):
+    """The model has a loss and draws text, and the picture has the learned and the first weights."""
+    text = b"abcdabcdabcdab"  # windows of five tokens; the last four are not read
+    rows = np.frombuffer(text, np.uint8)[:10].reshape(2, 5).astype(np.int64)
+    leaves = {name: leaf.double() for name, leaf in found.y.items()}
+    losses = gpt.entropy(leaves, torch.as_tensor(rows), gpt.Shape(8, 1, 2, 4), gpt.plain_causal)
+    assert found.loss(text) == found.loss(text.decode()) == found.loss(np.frombuffer(text, np.uint8))
+    assert found.loss(text) == pytest.approx(float(losses.mean()), rel=1e-5)
+    certain = {**found.y, "head": torch.zeros_like(found.y["head"])}
+    certain["norm.weight"], certain["norm.bias"] = 0 * found.y["norm.weight"], torch.ones(8)
+    certain["head"][ord("b")] = 100.0
+    assert dataclasses.replace(found, y=certain).generate("a", 6) == "abbbbbb"  # longer than the context
+    drawn = found.generate("ab", 20)
+    assert drawn.startswith("ab")
+    assert drawn == found.generate("ab", 20) != found.generate("ab", 20, seed=1)
+    for wrong in (np.array([[1, 2]]), np.array([0.5]), np.array([256])):
+        with pytest.raises(SettingError, match="expected a str, bytes, or one row of tokens from 0 to 255"):
+            found.loss(wrong)
+    with pytest.raises(SettingError, match=r"^start is '' and the model knows 256 tokens, expected some text"):
+        found.generate("")
+    with pytest.raises(DataError, match="a text has no window of 5 tokens"):
+        found.loss("abc")
+    if plots.available():
+        [axes] = found.plot(folder.parent / "weights.png").axes
+        assert [bar.get_width() for bar in axes.patches] == [row["weight"] for row in found.table()]
+        marks = axes.collections[0].get_offsets()[:, 0]
+        assert list(marks) == pytest.approx([row["prior"] for row in found.table()])
+
+
 def test_one_call_and_one_command_give_the_same_weights(tmp_path):
     write(tmp_path)
     found = fb.mix_sources(tmp_path, num_clients=2, **SHORT)
     assert isinstance(found, fb.MixedTexts)
     assert [row["tokens"] for row in sorted(found.table(), key=lambda row: row["source"])] == [160, 120]
     assert "Weights of 2 sources of text" in found._repr_html_()
+    texts_and_model(found, tmp_path)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SHORT.items()]
     done = CliRunner().invoke(main.cli, ["mix", str(tmp_path), "--num-clients=2", *words, f"--out={tmp_path / 'out'}"])
     assert done.exit_code == 0, done.output
@@ -356,7 +388,7 @@ def test_wrong_input_is_refused(tmp_path):
     write(tmp_path)
     with pytest.raises(SettingError, match=r"target is given too: put the target into target\.txt"):
         fb.mix_sources(tmp_path, {"input": [], "label": []})
-    for name in ("l2", "num_folds"):
+    for name in ("l2", "fairness", "num_folds"):
         with pytest.raises(SettingError, match=f"is a folder, and {name} is a setting for tables: leave it out"):
             fb.mix_sources(tmp_path, **{name: 3})
     with pytest.raises(SettingError, match="has tables and no target"):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedbilevel.cleaning import shown
 from fedbilevel.cleaning.last_network import Choice
 from fedbilevel.cleaning.truth import Classifier, Tested, Truth, classes
 from fedbilevel.errors import DataError
@@ -57,6 +58,8 @@ class Cleaning:
     >>> found = fb.clean_labels(clients, features="convolutional")
     >>> found.verdict, len(found.suspects())
     ('accepted', 187)
+    >>> sum(row["flagged"] for row in found.table())
+    187
     """
 
     names: Sequence[str]
@@ -111,8 +114,19 @@ class Cleaning:
 
     def suspects(self, most: int | None = None) -> list[Suspect]:
         """Return the flagged samples of all clients, the most suspicious ones first."""
-        every = [self._suspect(i, int(j)) for i, flags in enumerate(self.flags) for j in np.flatnonzero(flags)]
+        every = [self.suspect(i, int(j)) for i, flags in enumerate(self.flags) for j in np.flatnonzero(flags)]
         return sorted(every, key=lambda one: -one.probability)[:most]
+
+    def table(self, most: int | None = None) -> list[dict[str, Any]]:
+        """Return one row per training sample, the most suspicious first; `pandas.DataFrame` reads it."""
+        return shown.table(self, most)
+
+    def plot(self, path: Path | str | None = None, *, most: int = 20) -> Any:
+        """Draw `transition`, and `noise` of the clients with most of it, as a matplotlib figure.
+
+        path: a file for the figure; None: it is only returned.
+        """
+        return shown.plot(self, path, most)
 
     def kept(self, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the clients without their flagged training samples, to train any model."""
@@ -151,7 +165,7 @@ class Cleaning:
                 writer = csv.writer(file)
                 writer.writerow(COLUMNS)
                 for j in order.tolist():
-                    one = self._suspect(i, j)
+                    one = self.suspect(i, j)
                     writer.writerow(
                         [one.file, j, one.label, one.suggested, f"{one.probability:.6f}", int(self.flags[i][j])]
                     )
@@ -206,7 +220,8 @@ class Cleaning:
         known = [one.sentence for one in (self.truth, self.tested, self.last) if one is not None]
         return [self.sentence, *known, *self.caveats]
 
-    def _suspect(self, client: int, sample: int) -> Suspect:
+    def suspect(self, client: int, sample: int) -> Suspect:
+        """Return what is known of one training sample, flagged or not."""
         q, label = self.posteriors[client][sample], int(self.labels[client][sample])
         return Suspect(
             self.names[client], sample, self.class_names[label], self.class_names[int(q.argmax())],
@@ -215,6 +230,9 @@ class Cleaning:
 
     def __repr__(self) -> str:
         return f"<Cleaning of {len(self.names)} clients: {self.sentence}>"
+
+    def _repr_html_(self) -> str:
+        return shown.html(self)
 
 
 def caveats(

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fedbilevel import discovery, plots
+from fedbilevel import plots
 from fedbilevel.cli import terminal
 from fedbilevel.cli.flags import TaskCommand, chosen, fitting, flags, value_of
 from fedbilevel.federation.averaging import Averaging
@@ -17,7 +17,7 @@ from fedbilevel.report import tables
 from fedbilevel.runs.options import BETWEEN_PEERS, DTYPES, torch_device
 from fedbilevel.settings import Settings
 from fedbilevel.studies.influence.fit import default_method
-from fedbilevel.studies.influence.predict import ESTIMATES
+from fedbilevel.studies.influence.predict import ESTIMATES, kind_of
 from fedbilevel.studies.influence.retrain import Training
 from fedbilevel.studies.influence.study import study
 from fedbilevel.tasks.influence import Influence
@@ -50,7 +50,7 @@ def _owners(method: str) -> list[tuple[type[Settings], str, str, str]]:
     peers = [(owner, name.capitalize(), name, name) for name, owner in BETWEEN_PEERS.items()]
     return [
         training,
-        *([] if method in SOLVERS else [(discovery.algorithm(method), f"Method {method}", method, "")]),
+        *([] if method in SOLVERS else [(kind_of(method), f"Method {method}", method, "")]),
         *peers,
     ]
 
@@ -59,8 +59,8 @@ def _owners(method: str) -> list[tuple[type[Settings], str, str, str]]:
 @click.option(
     "--method",
     default=None,
-    help=f"estimator: {', '.join(SOLVERS)}, hgp, or a server algorithm with an estimate, e.g. fbo_aggitd (default: cg; "
-    "hgp with flags of a network or of averaging, and for --model cnn)",
+    help=f"estimator: {', '.join(SOLVERS)}, series, hgp, or a server algorithm with an estimate, e.g. fbo_aggitd "
+    "(default: cg, and series for --model cnn; hgp with flags of a network or of averaging)",
 )
 @click.option(
     "--num-removed",

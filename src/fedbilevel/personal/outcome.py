@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbilevel import plots
+from fedbilevel import displays, plots
 from fedbilevel.errors import SettingError
 from fedbilevel.runs.result import Result
+
+_SHOWN = 30  # clients in a notebook
 
 
 class Scale(NamedTuple):
@@ -108,12 +110,15 @@ class Personalised:
             rows.append({"client": name, "samples": 0 if part is None else len(part["label"]), **accuracy})
         return rows
 
-    def plot(self, path: Path | str) -> None:
-        """Draw the accuracy of every client's own model against that of the shared network."""
+    def plot(self, path: Path | str | None = None) -> Any:
+        """Draw the accuracy of every client's own model against that of the shared network.
+
+        path: a file for the matplotlib figure; None: it is only returned.
+        """
         rows = [row for row in self.table() if row["own"] is not None]
         if not rows:
             raise SettingError("no client has test samples, so there is no accuracy to draw: give the role test.")
-        plots.points({"clients": [rows]}, Path(path), x="shared", y="own", title=self.sentence)
+        return plots.points({"clients": [rows]}, path, x="shared", y="own", title=self.sentence)
 
     @property
     def sentence(self) -> str:
@@ -129,6 +134,17 @@ class Personalised:
 
     def __repr__(self) -> str:
         return f"<models of {len(self.names)} clients; {self.sentence[:-1]}>"
+
+    def _repr_html_(self) -> str:
+        show = lambda share: "-" if share is None else f"{share:.1%}"
+        rows = [
+            [str(row["client"]), str(row["samples"]), show(row["shared"]), show(row["own"])] for row in self.table()
+        ]
+        note = f"{self.sentence[:1].upper()}{self.sentence[1:]}"
+        if len(rows) > _SHOWN:
+            note += f" The first {_SHOWN} clients are shown."
+        heads = ("client", "samples", "accuracy, shared", "accuracy, own")
+        return displays.ranking(f"Models of {len(rows)} clients", heads, rows[:_SHOWN], note)
 
     def _number(self, client: int | str) -> int:
         names = list(self.names)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,13 +90,16 @@ class SelectedFeatures:
             for j in order
         ]
 
-    def plot(self, most: int = 20) -> Any:
-        """Draw the stability of the most stable features as a matplotlib figure."""
+    def plot(self, path: Path | str | None = None, *, most: int = 20) -> Any:
+        """Draw the stability of the most stable features as a matplotlib figure.
+
+        path: a file for the figure; None: it is only returned.
+        """
         from fedbilevel import plots  # needs an extra
 
         rows = self.table(most)
         return plots.bars(
-            {row["feature"]: row["stability"] for row in rows}, label="stability", mark=self.threshold, shown=True
+            {row["feature"]: row["stability"] for row in rows}, path, label="stability", mark=self.threshold
         )
 
     def __repr__(self) -> str:

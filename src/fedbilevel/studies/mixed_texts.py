@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbilevel import displays
+import numpy as np
+import torch
+
+from fedbilevel import displays, plots
 from fedbilevel.data.tokens import Texts, read_texts
+from fedbilevel.errors import SettingError
 from fedbilevel.settings import made
 from fedbilevel.studies.gaps import Gap
-from fedbilevel.studies.texts import TextMixing, TextStudy
+from fedbilevel.studies.texts import TextMixing, TextStudy, window_losses
 from fedbilevel.studies.trials import cut
+from fedbilevel.tasks import gpt
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,7 +34,8 @@ class MixedTexts:
     difference, error: loss on held-out target text after training on the learned mixture, minus that
         of the prior mixture, and its standard error over windows.
     test_losses: by mixture, the loss on the folder's text `test`; empty without one.
-    y: weights of the model that was trained on the chosen mixture.
+    y: weights of the model that was trained on the chosen mixture, which `loss` and `generate` use.
+    shape: width, layers, heads and context of the model.
     """
 
     weights: Mapping[str, float]
@@ -44,6 +50,7 @@ class MixedTexts:
     test_losses: Mapping[str, float]
     y: Mapping[str, Any]
     search_rounds: int  # gradients on a round's tokens, from the first one to the learned weights
+    shape: gpt.Shape = gpt.Shape()
 
     @property
     def mixture(self) -> Mapping[str, float]:
@@ -58,6 +65,43 @@ class MixedTexts:
             f"learned weights and {held['prior']:.4g} with the prior's (difference {self.difference:+.2g}, standard "
             f"error {self.error:.2g})"
         )
+
+    def loss(self, text: str | bytes | np.ndarray) -> float:
+        """Return the mean cross-entropy per token of a text, in nats; exp of it is the perplexity.
+
+        Windows side by side are read, at most 2048 of them. What is left at the end is not read.
+        """
+        return float(window_losses(self.y, [[self._tokens(text)]], self.shape).mean())
+
+    def generate(self, start: str, num: int = 100, *, seed: int = 0) -> str:
+        """Return `start` with `num` more bytes that the model draws; bytes that are no text are replaced."""
+        tokens = torch.as_tensor(self._tokens(start).astype(np.int64), device=self.y["head"].device)
+        if not len(tokens) or len(self.y["head"]) > gpt.BYTES:
+            raise SettingError(
+                f"start is {start!r:.40} and the model knows {len(self.y['head'])} tokens, expected some text, and "
+                "tokens that are bytes: give a first letter, and use y itself for other tokens."
+            )
+        found = gpt.sampled(self.y, tokens, num, self.shape, torch.Generator().manual_seed(seed))
+        return bytes(found.tolist()).decode("utf-8", "replace")
+
+    def _tokens(self, text: str | bytes | np.ndarray) -> np.ndarray:
+        raw = text.encode() if isinstance(text, str) else text
+        tokens = np.frombuffer(raw, np.uint8) if isinstance(raw, bytes) else np.asarray(raw)
+        most = len(self.y["head"])
+        whole = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+        if not whole or (len(tokens) and not 0 <= tokens.min() <= tokens.max() < most):
+            raise SettingError(
+                f"the text is of shape {tokens.shape} and type {tokens.dtype}, expected a str, bytes, or one row of "
+                f"tokens from 0 to {most - 1}: tokenise it as the sources were."
+            )
+        return tokens
+
+    def plot(self, path: Path | str | None = None) -> Any:
+        """Draw the learned weights as a matplotlib figure; short lines are the weights at the start.
+
+        path: a file for the figure; None: it is only returned.
+        """
+        return plots.bars({row["source"]: row["weight"] for row in self.table()}, path, label="weight", mark=self.prior)
 
     def table(self) -> list[dict[str, Any]]:
         """Return one row per source, the heaviest first; `pandas.DataFrame` reads it."""
@@ -120,7 +164,7 @@ def choose(study: TextStudy) -> MixedTexts:
     rounds = study.settings.num_warm + study.learning_rounds() + found.rounds
     return MixedTexts(
         learned, bilevel, found.alone, prior, study.texts.sizes(), answer, gap.mean, gap.error, means, tested,
-        models[answer], rounds,
+        models[answer], rounds, study.settings.shape,
     )  # fmt: skip
 
 

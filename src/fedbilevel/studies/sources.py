@@ -5,7 +5,9 @@ Every source is a client, and keeps its samples. x holds one logit per source, y
     g(x, y) = sum_s w_s CE(y; source s) + l2/2 |y|^2,   w = softmax(x)
     f(x, y) = CE(y; target) + kl * KL(w || uniform)
 
-Target samples are dealt to the clients, which all see the same task. x starts at uniform weights. The
+Target samples are dealt to the clients, which all see the same task, or every client has a target of
+its own. With `fairness` q > 0, the loss F_i of client i on its target counts as F_i^(1+q) / (1+q), as in
+the task `mixing`, so that clients that are served badly count more. x starts at uniform weights. The
 answer is the guarded choice (studies/guarded.py) between learned weights and the plain ways: sources
 alike (`uniform`), samples alike (`proportional`), both with half of the target samples among the
 training samples, or these alone (`target`).
@@ -34,9 +36,11 @@ from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.studies.guarded import Guarded, guarded
 from fedbilevel.studies.mixed_texts import MixedTexts, mix_texts
-from fedbilevel.tasks.mixing import KL, divergence
+from fedbilevel.tasks.mixing import KL, divergence, served
 from fedbilevel.tasks.rival import STOPPED, Rival, Way
 from fedbilevel.tasks.task import Built, Task
+
+_LEAST = 4  # target samples of a client
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,6 +62,13 @@ class MixedSources:
         y = {name: leaf.detach().double().numpy() for name, leaf in self.guard.result.y.items()}
         return np.asarray((rows @ y["weight"].T + y["bias"]).argmax(1))
 
+    def loss(self, table: Mapping[str, Any]) -> float:
+        """Return the mean cross-entropy of a table {"input": rows, "label": classes from 0}."""
+        given = _fields(table, "the table")
+        y = {name: leaf.detach().double() for name, leaf in self.guard.result.y.items()}
+        rows = torch.as_tensor((given["input"] - self.centre) / self.scale)
+        return float(_entropy(y, {"input": rows, "label": torch.as_tensor(given["label"])}).mean())
+
     def table(self) -> list[dict[str, Any]]:
         """Return one row per source, the heaviest first; `pandas.DataFrame` reads it."""
         rows = [
@@ -65,12 +76,15 @@ class MixedSources:
         ]
         return sorted(rows, key=lambda row: -cast("float", row["weight"]))
 
-    def plot(self) -> Any:
-        """Draw the weights as a matplotlib figure; the dashed line is the uniform weight."""
+    def plot(self, path: Path | str | None = None) -> Any:
+        """Draw the weights as a matplotlib figure; the dashed line is the uniform weight.
+
+        path: a file for the figure; None: it is only returned.
+        """
         from fedbilevel import plots  # needs an extra
 
         rows = {row["source"]: row["weight"] for row in self.table()}
-        return plots.bars(rows, label="weight", mark=1 / len(rows), shown=True)
+        return plots.bars(rows, path, label="weight", mark=1 / len(rows))
 
     def __repr__(self) -> str:
         return f"<weights of {len(self.weights)} sources; {self.guard.sentence}>"
@@ -92,6 +106,7 @@ def mix_sources(
     num_rounds: int | None = None,
     l2: float | None = None,
     kl: float | None = None,
+    fairness: float | None = None,
     num_folds: int | None = None,
     seed: int = 0,
     **options: Any,
@@ -106,9 +121,12 @@ def mix_sources(
     For tables:
 
     sources: one table `{"input": rows, "label": classes from 0}` per source, in a list or by name.
-    target: the same for the target distribution, at least four samples per source.
+    target: the same for the target distribution, at least four samples per source; or one table per
+        source, in the same order or by the same names, if every client wants to be served itself.
     num_rounds: rounds of every run; 200 by default.
     l2, kl: weights of the squared norm of y (0.001), and of the divergence from uniform weights (0.1).
+    fairness: with a target of every client, how much clients that are served badly count; 0: the mean of
+        their losses; 1: with the variance; for large values only the worst client counts.
     num_folds: parts of the target samples by which the answer is chosen; 4 by default.
     options: further keywords of `solve`. If the bilevel run fails, there are no weights, and an error says so.
 
@@ -124,11 +142,11 @@ def mix_sources(
     'good'
     """
     if isinstance(sources, str | Path):
-        settings = {"num_rounds": num_rounds, "kl": kl, **options}
-        given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        every = {"num_rounds": num_rounds, "kl": kl, **options}
+        given: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
         if target is not None:
             raise SettingError(f"{sources} is a folder, and target is given too: put the target into {TARGET}.txt.")
-        for name, value in {"l2": l2, "num_folds": num_folds}.items():
+        for name, value in {"l2": l2, "fairness": fairness, "num_folds": num_folds}.items():
             if value is not None:
                 raise SettingError(f"{sources} is a folder, and {name} is a setting for tables: leave it out.")
         names: list[str] = [name for name in ("device", "precision", "strategy") if name in given]
@@ -141,22 +159,19 @@ def mix_sources(
     if len(named) < 2:
         raise SettingError(f"there are {len(named)} sources, expected at least two to weigh against one another.")
     tables = {name: _fields(one, f"the source {name!r}") for name, one in named.items()}
-    goal = _fields(target, "the target")
-    if len(goal["label"]) < 4 * len(tables):
-        raise SettingError(
-            f"the target has {len(goal['label'])} samples, expected at least {4 * len(tables)}: four per source."
-        )
-    if len({one["input"].shape[1] for one in (*tables.values(), goal)}) > 1:
+    goals = _goals(target, list(tables), fairness, seed)
+    if len({one["input"].shape[1] for one in (*tables.values(), *goals)}) > 1:
         raise ProblemError("the sources and the target have different numbers of columns: give the same features.")
     rows = np.concatenate([one["input"] for one in tables.values()])
     centre, scale = rows.mean(0), np.where(rows.std(0) > 0, rows.std(0), 1.0)
     scaled = lambda one: {**one, "input": ((one["input"] - centre) / scale).astype(np.float32)}
     clients: list[Holdings] = [
         {"train": {**scaled(own), "source": np.full(len(own["label"]), i)}, "val": scaled(dealt)}
-        for i, (own, dealt) in enumerate(zip(tables.values(), _dealt(goal, len(tables), seed), strict=True))
+        for i, (own, dealt) in enumerate(zip(tables.values(), goals, strict=True))
     ]
-    num_classes = 1 + max(int(one["label"].max()) for one in (*tables.values(), goal))
-    task = _Sources(**{name: value for name, value in {"l2": l2, "kl": kl}.items() if value is not None})
+    num_classes = 1 + max(int(one["label"].max()) for one in (*tables.values(), *goals))
+    settings = {"l2": l2, "kl": kl, "fairness": fairness}
+    task = _Sources(**{name: value for name, value in settings.items() if value is not None})
     problem = task.problem_of(len(tables), num_classes, rows.shape[1])
     built = task.with_built(Built(problem, clients))
     guard = guarded(
@@ -178,12 +193,13 @@ class _Sources(Task):
 
     l2: float = setting(0.001, "weight of the squared norm of y in the lower level", above=0)
     kl: float = setting(KL, "weight of the divergence from uniform weights in the upper level", least=0)
+    fairness: float = setting(0.0, "how much clients that are served badly count", symbol="q", least=0)
 
     num_folds = 4  # as in the task mixing
 
     def problem_of(self, num_sources: int, num_classes: int, dim: int) -> Problem:
         return Problem(
-            upper=lambda x, y, batch: _entropy(y, batch) + self.kl * divergence(x["logit"]),
+            upper=lambda x, y, batch: self._served(y, batch) + self.kl * divergence(x["logit"]),
             lower=lambda x, y, batch: (
                 num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch) + self._decay(y)
             ),
@@ -193,7 +209,7 @@ class _Sources(Task):
         )
 
     def judged(self, problem: Problem) -> Problem:
-        return dataclasses.replace(problem, upper=lambda x, y, batch: _entropy(y, batch))
+        return dataclasses.replace(problem, upper=lambda x, y, batch: self._served(y, batch))
 
     def rivals(self) -> dict[str, Rival]:
         """Return the plain ways; every client trains on half of its target samples too."""
@@ -225,6 +241,9 @@ class _Sources(Task):
             "target": Rival("target samples alone", {"target": way(none, one)}),
         }
 
+    def _served(self, y: Any, batch: Any) -> Tensor:
+        return served(_entropy(y, batch), batch, self.fairness)
+
     def _decay(self, y: Any) -> Any:
         return 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
 
@@ -236,6 +255,42 @@ def _fields(given: Any, where: str) -> dict[str, np.ndarray]:
     if found["label"].min(initial=0) < 0:
         raise ProblemError(f"{where} has the label {found['label'].min()}: number the classes from 0.")
     return {"input": found["input"].astype(float), "label": found["label"].astype(np.int64)}
+
+
+def _goals(target: Any, names: Sequence[str], fairness: float | None, seed: int) -> list[dict[str, np.ndarray]]:
+    """Return the target samples of every client: its own ones, or its part of those of all."""
+    if isinstance(target, Mapping) and "input" not in target:
+        if set(target) != set(names):
+            raise SettingError(
+                f"the targets are named {', '.join(map(str, target))}, expected the names of the sources, "
+                f"{', '.join(names)}: give every source a target."
+            )
+        target = [target[name] for name in names]
+    if isinstance(target, Mapping):
+        if fairness:
+            raise SettingError(
+                f"fairness is {fairness}, but all clients have the same target, so that none is served worse: give one "
+                "target per source, or leave fairness out."
+            )
+        goal = _fields(target, "the target")
+        least = _LEAST * len(names)
+        if len(goal["label"]) < least:
+            raise SettingError(
+                f"the target has {len(goal['label'])} samples, expected at least {least}: four per source."
+            )
+        return _dealt(goal, len(names), seed)
+    if not isinstance(target, Sequence) or len(target) != len(names):
+        given = f"{len(target)} targets" if isinstance(target, Sequence) else f"of type {type(target).__name__}"
+        raise SettingError(f"target is {given}, expected one table, or one per source, which are {len(names)}.")
+    found = []
+    for i, (name, one) in enumerate(zip(names, target, strict=True)):
+        goal = _fields(one, f"the target of {name!r}")
+        if len(goal["label"]) < _LEAST:
+            raise SettingError(
+                f"the target of {name!r} has {len(goal['label'])} samples, expected at least {_LEAST}: give more."
+            )
+        found += _dealt(goal, 1, seed + i)
+    return found
 
 
 def _dealt(goal: Mapping[str, np.ndarray], num: int, seed: int) -> list[dict[str, np.ndarray]]:

@@ -147,18 +147,7 @@ class TextStudy:
 
     def losses(self, y: Any, tokens: Sequence[Tokens]) -> np.ndarray:
         """Return the cross-entropy of every window of texts, side by side, at most 2048 of them."""
-        length = self.settings.context + 1
-        pieces = [one for own in tokens for one in own if len(one) >= length]
-        starts = [np.arange(0, len(one) - length + 1, length) for one in pieces]
-        array = np.repeat(np.arange(len(pieces)), [len(own) for own in starts])
-        if not len(array):
-            raise DataError(f"a text has no window of {length} tokens: give more text, or a smaller context.")
-        picked = np.unique(np.linspace(0, len(array) - 1, min(len(array), _EVALUATED)).round().astype(int))
-        device = next(iter(y.values())).device
-        rows = Windows(pieces, array[picked], np.concatenate(starts)[picked], length).to(device)
-        with torch.no_grad():
-            parts = [self.entropy(y, rows[at : at + _AT_ONCE]) for at in range(0, len(rows), _AT_ONCE)]
-        return torch.cat(parts).double().cpu().numpy()
+        return window_losses(y, tokens, self.settings.shape)
 
     # ---- problem and clients ----------------------------------------------------------------------------------------
 
@@ -264,3 +253,19 @@ class TextStudy:
                 **{"device": torch_device("cpu"), **self.options, **more},
             )  # fmt: skip
         return whole(result)
+
+
+def window_losses(y: Any, tokens: Sequence[Tokens], shape: gpt.Shape) -> np.ndarray:
+    """Return the cross-entropy of every window of texts, side by side, at most 2048 of them."""
+    length = shape.context + 1
+    pieces = [one for own in tokens for one in own if len(one) >= length]
+    starts = [np.arange(0, len(one) - length + 1, length) for one in pieces]
+    array = np.repeat(np.arange(len(pieces)), [len(own) for own in starts])
+    if not len(array):
+        raise DataError(f"a text has no window of {length} tokens: give more text, or a smaller context.")
+    picked = np.unique(np.linspace(0, len(array) - 1, min(len(array), _EVALUATED)).round().astype(int))
+    device = next(iter(y.values())).device
+    rows = Windows(pieces, array[picked], np.concatenate(starts)[picked], length).to(device)
+    with torch.no_grad():
+        parts = [gpt.entropy(y, rows[at : at + _AT_ONCE], shape) for at in range(0, len(rows), _AT_ONCE)]
+    return torch.cat(parts).double().cpu().numpy()

@@ -96,6 +96,15 @@ def entropy(y: Weights, text: Tensor, size: Sized, attention: Attention = causal
     return following(scores(y, text[:, :-1], size, attention), text)
 
 
+def sampled(y: Weights, tokens: Tensor, num: int, size: Sized, draw: torch.Generator) -> Tensor:
+    """Return tokens (n,) with `num` more, each drawn by its probability after the tokens before it."""
+    with torch.no_grad():
+        for _ in range(num):
+            z = scores(y, tokens[None, -size.context :], size)[0, -1]
+            tokens = torch.cat([tokens, torch.multinomial(z.double().softmax(0).cpu(), 1, generator=draw).to(tokens)])
+    return tokens
+
+
 def following(scores: Tensor, text: Tensor) -> Tensor:
     """Cross-entropy of every sample (n,) from the scores of its tokens after the first one."""
     n, t = text[:, 1:].shape

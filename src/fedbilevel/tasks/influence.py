@@ -117,8 +117,9 @@ class Influence(Task):
     def suggests(self, name: str) -> dict[str, Any]:
         """Return settings for one prediction at a trained model, by the data and the model.
 
-        `suggestions` holds the settings for runs that change x.
+        `suggestions` holds the settings for runs that change x. A series has as many terms as HGP.
         """
+        name = "hgp" if name == "series" else name
         return {
             **self.suggestions(name),
             **_PREDICTION.get(name, {}),

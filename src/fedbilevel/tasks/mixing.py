@@ -154,10 +154,7 @@ class Mixing(Task):
 
     def _served(self, losses: Tensor, batch: Any) -> Tensor:
         """Return the losses of a client's samples or, with fairness, one number for the client."""
-        if not self.fairness:
-            return losses
-        power = 1 + self.fairness
-        return (batch["weight"] * losses).sum() ** power / power
+        return served(losses, batch, self.fairness)
 
     def rivals(self) -> dict[str, Rival]:
         problem, clients = self.build()
@@ -273,6 +270,14 @@ class Mixing(Task):
         layers = {"hidden": (self.num_hidden, context * self.num_embedding), "out": (num_characters, self.num_hidden)}
         embedding = torch.randn(num_characters, self.num_embedding, generator=draw)
         return {"embedding": embedding, **uniform(layers, draw)}
+
+
+def served(losses: Tensor, batch: Any, fairness: float) -> Tensor:
+    """Return the losses of a client's samples, or F^(1 + q) / (1 + q) of their mean F with q = fairness > 0."""
+    if not fairness:
+        return losses
+    power = 1 + fairness
+    return (batch["weight"] * losses).sum() ** power / power
 
 
 def _counts(clients: Sequence[Holdings], last: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel import plots
+from fedbilevel import displays, plots
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.federation.averaging import Averaging
@@ -22,6 +22,7 @@ from fedbilevel.studies.influence.plain import NAMES, plain_scores, rank_correla
 from fedbilevel.studies.influence.predict import check_scopes, influences, resolved
 from fedbilevel.studies.influence.result import scores
 from fedbilevel.studies.influence.retrain import Trained, Training, retrain, train
+from fedbilevel.studies.influence.series import Series
 from fedbilevel.tasks.task import Built, Task
 
 _HEADINGS = ("client", "sample", "predicted", "gradient", "trajectory", "own loss", "actual")
@@ -91,13 +92,25 @@ class Influences:
         found["own_loss"] = [-value for value in found["own_loss"]]  # a high loss marks a harmful sample
         return {name: rank_correlation(values, actual) for name, values in found.items()}
 
-    def plot(self, path: Path | str) -> None:
-        """Draw predicted against actual changes of the retrained samples."""
-        tried, actual = self._tried()
-        predicted = [one.predicted for one in tried]
-        found = scores(predicted, actual)
-        pairs = list(zip(predicted, actual, strict=True))
-        plots.scatter(pairs, Path(path), title=f"influence, {self.method}", r2=found.r2, f1=found.f1)
+    def plot(self, path: Path | str | None = None, *, most: int = 10) -> Any:
+        """Draw what is known as a matplotlib figure.
+
+        With `num_removed`, these are predicted against actual changes. Without, they are the
+        distribution of predicted changes, and the `most` most harmful and most helpful samples.
+
+        path: a file for the figure; None: it is only returned.
+        """
+        title = f"influence, {self.method}"
+        pairs = [(one.predicted, one.actual) for one in self.samples if one.actual is not None]
+        if pairs:
+            found = scores(*map(list, zip(*pairs, strict=True)))
+            return plots.scatter(pairs, path, title=title, r2=found.r2, f1=found.f1)
+        ends = {f"client {i}, no. {j}": change for i, j, change, *_ in self._ends(most)}
+        return plots.predictions([one.predicted for one in self.samples], ends, path, title=title)
+
+    def _ends(self, num: int) -> list[Sample]:
+        """Return the most harmful samples, and then the most helpful ones, up to the most helpful of all."""
+        return [*self.harmful(num), *reversed(self.helpful(num))]
 
     def _tried(self) -> tuple[list[Sample], list[float]]:
         pairs = [(one, one.actual) for one in self.samples if one.actual is not None]
@@ -109,6 +122,12 @@ class Influences:
         num = sum(one.predicted < 0 for one in self.samples)
         return f"<influence by {self.method}: {num} of {len(self.samples)} samples harm, {self.cost['rounds']} rounds>"
 
+    def _repr_html_(self) -> str:
+        show = lambda value: "not tried" if value is None else f"{value:+.3g}"
+        rows = [[str(one.client), str(one.sample), *map(show, one[2:])] for one in self._ends(10)]
+        note = "Samples whose removal lowers the total validation loss most, and those whose removal raises it most."
+        return displays.ranking(f"I{repr(self)[2:-1]}", _HEADINGS, rows, note)
+
 
 def influence(
     problem: Problem | Task | Callable[[Any, Any], Tensor],
@@ -117,7 +136,7 @@ def influence(
     y0: Mapping[str, Tensor] | None = None,
     l2: float = 0.01,
     y: Mapping[str, Tensor] | None = None,
-    method: str | Algorithm | None = None,
+    method: str | Algorithm | Series | None = None,
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
     num_removed: int = 0,
@@ -133,7 +152,8 @@ def influence(
     y0, l2: with a loss, the initial model and the weight of l2/2 |y|^2.
     y: the trained model; None: the lower level is solved by Newton's method, for convex losses.
     method: "cg" (conjugate gradients with a server; one round per product), which is the default,
-        or another estimator; with a network or averaging, the default is "hgp".
+        or another estimator; with a network or averaging, the default is "hgp". For networks, whose
+        curvature may be negative, give their weights y and a `Series` (studies/influence/series.py).
     num_removed: how many samples with the largest predictions are removed, one at a time, to
         compare the prediction with training again.
     options: seed, batch_size, device, strategy and chunk_size.
@@ -177,13 +197,19 @@ def influence(
         )
         for place in sorted(places, key=lambda place: (at(found.changes, place), *place))
     ]  # fmt: skip
-    name = chosen.name() if isinstance(chosen, Algorithm) else chosen
+    name = chosen if isinstance(chosen, str) else chosen.name()
     return Influences(samples, population.layout_y.unravel(base.y[0, 0]), name, found.residual, found.cost)
 
 
 def default_method(*, network: Any = None, averaging: Any = None, convex: bool = True) -> str:
-    """Return "cg", or "hgp" between peers and for networks, whose curvature may be negative."""
-    return "cg" if network is None and averaging is None and convex else "hgp"
+    """Return "hgp" between peers and, with a server, "cg", or "series" for networks.
+
+    Conjugate gradients need positive curvature, which networks lack. With the damping that repairs
+    this they underrate changes; the series does not, in as few rounds (series.py).
+    """
+    if network is not None or averaging is not None:
+        return "hgp"
+    return "cg" if convex else "series"
 
 
 def _built(problem: Any, clients: Any, y0: Any, l2: float) -> Built:

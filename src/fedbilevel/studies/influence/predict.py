@@ -22,6 +22,7 @@ from fedbilevel.oracle.hypergradient import SOLVERS, hypergradient
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
+from fedbilevel.studies.influence.series import Series
 
 ESTIMATES = ("lr_system", "num_terms", "minibatches", "num_curvature_products")  # settings of HGP's estimate
 
@@ -46,7 +47,7 @@ def influences(
     clients: Sequence[Holdings],
     y: Tensor,
     *,
-    method: str | Algorithm = "cg",
+    method: str | Algorithm | Series = "cg",
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
     seed: int = 0,
@@ -56,8 +57,8 @@ def influences(
     """Predict the effect of every removal at the trained y.
 
     y: the trained model, one vector or one row per client.
-    method: a solver of oracle/hypergradient.py, HGP with its settings, a server algorithm that has
-        an `estimate`, or the name of one of these.
+    method: a solver of oracle/hypergradient.py, a `Series`, HGP with its settings, a server algorithm
+        that has an `estimate`, or the name of one of these.
     network, averaging: network and averages of HGP.
     batch_size: samples per minibatch of HGP and server algorithms.
     options: dtype, device, strategy and chunk_size.
@@ -73,20 +74,31 @@ def influences(
         if isinstance(method, ServerAlgorithm):
             return _by_server(method, problem, clients, y, **common)
         population = Population(problem, clients, **options)
+        if isinstance(method, Series):
+            return _by_series(method, population, y)
         solved = hypergradient(population, population.x0, y, method=method)  # type: ignore[arg-type]
         n = len(population)
         cost = {"rounds": solved.num_products + 1, "fy": n, "fx": n, "hvp": n * solved.num_products, "jvp": n}
         return Estimate(_changes(population, solved.value), solved.residual, None, cost)
 
 
-def resolved(method: str | Algorithm) -> str | Algorithm:
-    """Return the name of a solver, or an algorithm.
+def kind_of(name: str) -> type[Algorithm] | type[Series]:
+    """Return the class of an estimator that is no solver."""
+    return Series if name == Series.name() else discovery.algorithm(name)
+
+
+def resolved(method: str | Algorithm | Series) -> str | Algorithm | Series:
+    """Return the name of a solver, a series, or an algorithm.
 
     The name of an algorithm gives the algorithm with its defaults.
     """
-    found = method if not isinstance(method, str) or method in SOLVERS else discovery.algorithm(method)()
+    found = method if not isinstance(method, str) or method in SOLVERS else kind_of(method)()
     if isinstance(found, Algorithm) and not hasattr(found, "estimate"):
-        known = [*SOLVERS, *(name for name, kind in discovery.algorithms().items() if hasattr(kind, "estimate"))]
+        known = [
+            *SOLVERS,
+            Series.name(),
+            *(name for name, kind in discovery.algorithms().items() if hasattr(kind, "estimate")),
+        ]
         raise SettingError(
             f"{found.name()} has no estimate of the hypergradient at a point, which a prediction needs: "
             f"use one of {', '.join(known)}."
@@ -142,6 +154,19 @@ def _by_server(method: Any, problem: Problem, clients: Sequence[Holdings], y: Te
     fed = _Undrawn(method, problem, clients, **options)
     rows, _ = method.estimate(fed, fed.place("x", fed.host.x0), fed.place("y", y))
     return Estimate(_changes(fed.host, fed.collect(rows)), None, None, fed.ledger.totals())
+
+
+def _by_series(method: Series, population: Population, y: Tensor) -> Estimate:
+    everyone, x, oracle, data = torch.arange(len(population)), population.x0, population.oracle, population.data
+    weights, n = population.weights(everyone), len(population)
+    train, val = (data.batch(everyone, role) for role in ("train", "val"))
+    fx, fy = oracle.upper_grads(x, y, val)
+    u, num = method.solve(
+        lambda v: population.average(oracle.hessian_product(x, y, v, train), weights), population.average(fy, weights)
+    )
+    rows = fx - oracle.jacobian_product(x, y, u, train)
+    cost = {"rounds": num + 2, "fy": n, "fx": n, "hvp": n * (num + 1), "jvp": n}  # with the residual
+    return Estimate(_changes(population, rows), residual(population, x, y, u), None, cost)
 
 
 def residual(population: Population, x: Tensor, y: Tensor, u: Tensor) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel import discovery, plots
+from fedbilevel import plots
 from fedbilevel.errors import CheckpointError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
 from fedbilevel.federation.averaging import Averaging
@@ -21,10 +21,11 @@ from fedbilevel.oracle.population import Population
 from fedbilevel.runs.record import make_folder
 from fedbilevel.studies.influence.fit import default_method
 from fedbilevel.studies.influence.plain import NAMES, plain_scores
-from fedbilevel.studies.influence.predict import Estimate, influences, resolved
+from fedbilevel.studies.influence.predict import Estimate, influences, kind_of, resolved
 from fedbilevel.studies.influence.record import save
 from fedbilevel.studies.influence.result import Instance, Study, scores
 from fedbilevel.studies.influence.retrain import Retrained, Training, retrain, train
+from fedbilevel.studies.influence.series import Series
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.task import Built
 
@@ -33,7 +34,7 @@ from fedbilevel.tasks.task import Built
 class _Settings:
     """All settings of a study, including those that the task suggests."""
 
-    method: str | Algorithm
+    method: str | Algorithm | Series
     training: Training
     network: AnyNetwork
     averaging: Averaging
@@ -43,7 +44,7 @@ class _Settings:
         method, between_peers = self.method, isinstance(self.method, PeerAlgorithm)
         return {
             "training": self.training.asdict(),
-            **({"method": method.asdict()} if isinstance(method, Algorithm) else {}),
+            **({"method": method.asdict()} if isinstance(method, Algorithm | Series) else {}),
             **({"network": self.network.describe()} if between_peers or self.training.kind == "push" else {}),
             **({"averaging": self.averaging.asdict()} if between_peers else {}),
             "options": {name: str(value) for name, value in options.items()},
@@ -53,7 +54,7 @@ class _Settings:
 def study(
     task: Influence,
     *,
-    method: str | Algorithm | None = None,
+    method: str | Algorithm | Series | None = None,
     training: Training | None = None,
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
@@ -68,7 +69,8 @@ def study(
     """Train, predict every removal from one hypergradient, and remove the largest predictions.
 
     The task suggests omitted settings (`task.suggests`). By default, the method is conjugate
-    gradients with a server; it is HGP if a network or averaging is given, and for networks.
+    gradients with a server, or a series for networks (series.py); it is HGP if a network of peers or
+    averaging is given.
 
     record: a new folder for influence.json and, with `draw`, for pictures.
     options: seed, batch_size, device, strategy and chunk_size of training, prediction and
@@ -124,13 +126,13 @@ def _open(record: Path | None) -> None:
 
 def _completed(
     task: Influence,
-    method: str | Algorithm,
+    method: str | Algorithm | Series,
     training: Training | None,
     network: AnyNetwork | None,
     averaging: Averaging | None,
 ) -> _Settings:
     if isinstance(method, str) and method not in SOLVERS:
-        method = _suggested(discovery.algorithm(method), task, method)
+        method = _suggested(kind_of(method), task, method)
     method = resolved(method)
     training = training if training is not None else _suggested(Training, task, "training")
     network = network if network is not None else _suggested(Network, task, "network")
@@ -153,7 +155,7 @@ def _order(found: Estimate) -> list[tuple[float, int, int]]:
 
 def _result(
     task: Influence,
-    method: str | Algorithm,
+    method: str | Algorithm | Series,
     built: Built,
     order: list[tuple[float, int, int]],
     found: Estimate,
@@ -170,7 +172,7 @@ def _result(
         ranked.append(Instance(i, j, label, wrong, value, actual[k] if k < len(actual) else None, *beside))
     return Study(
         task=task.asdict(),
-        method=method.name() if isinstance(method, Algorithm) else method,
+        method=method if isinstance(method, str) else method.name(),
         scores=scores([one.prediction for one in ranked[: len(actual)]], actual) if actual else None,
         ranked=ranked,
         num_removed=len(actual),

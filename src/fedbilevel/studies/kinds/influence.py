@@ -4,7 +4,7 @@ The actual changes come from training again without the instance. The figures ar
 Pearson's correlation.
 
     task        settings of the task influence; repetition r uses its `repeated(r)`
-    method      {name, settings}: hgp, a solver, or a server algorithm that has an estimate
+    method      {name, settings}: hgp, series, a solver, or a server algorithm that has an estimate
     training, network, averaging    settings of each; the task suggests omitted ones
     num_removed, batch_size, dtype, seed
 
@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedbilevel import discovery
 from fedbilevel.errors import SettingError
 from fedbilevel.oracle.hypergradient import SOLVERS
 from fedbilevel.runs.options import BETWEEN_PEERS, DTYPES, batch_size, torch_device
 from fedbilevel.settings import Settings, made
 from fedbilevel.studies import given
+from fedbilevel.studies.influence.predict import kind_of
 from fedbilevel.studies.influence.retrain import Training
 from fedbilevel.studies.influence.study import study
 from fedbilevel.studies.outcome import RowOutcome
@@ -60,8 +60,8 @@ def run(
     method: Any = named.get("name", "hgp")
     if method not in SOLVERS:
         own = {name: value for name, value in named.items() if name != "name"}
-        algorithm = discovery.algorithm(method)
-        method = made(algorithm, {**_fitting(algorithm, task.suggests(method)), **own})
+        kind = kind_of(method)
+        method = made(kind, {**_fitting(kind, task.suggests(method)), **own})
     found = study(
         task,
         method=method,
