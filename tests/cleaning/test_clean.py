@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel.cleaning.outcome import caveats
+from fedbilevel.cleaning.judgement import caveats
 from fedbilevel.data.sets.digits import digits
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import DataError, ProblemError, SettingError, UnknownNameError

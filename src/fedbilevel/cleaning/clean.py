@@ -11,10 +11,13 @@ import numpy as np
 import torch
 
 from fedbilevel import discovery
+from fedbilevel.cleaning import judgement
+from fedbilevel.cleaning.client_labels import HALF, estimates_of, posterior
+from fedbilevel.cleaning.client_labels import wrong as wrong_of
 from fedbilevel.cleaning.findings import findings
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Training
 from fedbilevel.cleaning.last_network import retrained
-from fedbilevel.cleaning.outcome import Cleaning, caveats
+from fedbilevel.cleaning.outcome import Cleaning
 from fedbilevel.cleaning.prepared import Features, Prepared, checked, prepared
 from fedbilevel.cleaning.truth import Classifier, of_clients, tested
 from fedbilevel.detectors._scored import Scored
@@ -29,7 +32,6 @@ from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import made, names_for
-from fedbilevel.tasks import soft_labels
 from fedbilevel.tasks.findings import accuracies
 
 
@@ -166,7 +168,7 @@ def _detected(ready: Prepared, detector: Detector, **options: Any) -> Result:
 
 def _posteriors(result: Result, ready: Prepared) -> list[np.ndarray]:
     return [
-        soft_labels.posterior(tree["logit"].detach().cpu(), torch.as_tensor(client["train"]["label"])).double().numpy()
+        posterior(tree["logit"], client["train"]["label"])
         for tree, client in zip(result.x, ready.clients, strict=True)
     ]
 
@@ -174,7 +176,9 @@ def _posteriors(result: Result, ready: Prepared) -> list[np.ndarray]:
 def _write(record: Record, cleaning: Cleaning, ready: Prepared, clients: Sequence[Holdings]) -> None:
     served = accuracies(ready.problem, ready.clients, cleaning.result, role="test", right="right", of="tested")
     record.write_findings([*findings(cleaning, _shown(ready, clients)), *served])
-    record.write_cleaning({"verdict": cleaning.verdict, "sentences": cleaning.sentences})
+    noise = float(np.concatenate(cleaning.wrong).mean())
+    estimates = estimates_of(noise, cleaning.transition, cleaning.class_names)
+    record.write_cleaning({"verdict": cleaning.verdict, "sentences": cleaning.sentences, **estimates})
 
 
 def _outcome(
@@ -187,31 +191,18 @@ def _outcome(
     class_names: list[str],
     files: Sequence[Sequence[str]] | None,
 ) -> Cleaning:
-    state, found = result.state, dict(result.state.found)
-    is_whole = "verdict" in found  # a run that a callback stopped has no classifiers to test
-    if not is_whole:
-        found = {
-            "verdict": "unchecked",
-            "num_guard": 0.0,
-            "gain": 0.0,
-            "gain_error": float("inf"),
-            "t": 0.0,
-            "evidence": 0.0,
-            **found,
-        }
+    state, found = result.state, judgement.whole(result.state.found)
+    is_whole = "verdict" in result.state.found
     if spent:
         found["network"] = spent
     labels = [client["train"]["label"] for client in ready.clients]
     posteriors = _posteriors(result, ready)
-    wrong = [1 - q[np.arange(len(q)), label] for q, label in zip(posteriors, labels, strict=True)]
+    wrong = [wrong_of(q, label) for q, label in zip(posteriors, labels, strict=True)]
     cut = found.get("cut")
-    least = 0.5 if flag == "half" else 2.0 if cut is None else float(1 / (1 + np.exp(-cut["log_odds"])))
-    num_clean = state.clean.double().view(-1, ready.num_classes)[-1] * len(ready.clients)
-    notes = caveats(
-        num_clean=num_clean.tolist(), num_clients=len(ready.clients), share=float(state.counts[2]), cut=cut,
-        by_rate=flag == "rate", rate=chosen.rate, class_names=class_names, verdict=found["verdict"],
-        wrong=float(np.concatenate(wrong).mean()), num_train=sum(map(len, labels)),
-        num_features=ready.clients[0]["train"]["image"].shape[1],
+    least = HALF if flag == "half" else 2.0 if cut is None else float(1 / (1 + np.exp(-cut["log_odds"])))
+    notes = judgement.caveats_of(
+        chosen, state, found, num_clients=len(ready.clients), class_names=class_names, by_rate=flag == "rate",
+        wrong=float(np.concatenate(wrong).mean()),
     )  # fmt: skip
     transition = state.transition.double().view(ready.num_classes, -1).cpu().numpy()
     flags, both = [own >= least for own in wrong], _classifiers(chosen, state, ready.num_classes)

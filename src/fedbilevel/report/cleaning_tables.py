@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
+from fedbilevel.cleaning.client_labels import mistakes
 from fedbilevel.cleaning.outcome import Cleaning
 from fedbilevel.escapes import printable
 
@@ -34,10 +35,8 @@ def cleaning(found: Cleaning, num_listed: int) -> list[Table]:
 
 def _mistake(found: Cleaning, client: int) -> str:
     """Return the most frequent mistake of a client, in words."""
-    matrix = found.client_transition(client).copy()
-    matrix[range(len(matrix)), range(len(matrix))] = 0
-    true, given = divmod(int(matrix.argmax()), len(matrix))
-    return f"{found.class_names[true]} labelled {found.class_names[given]} ({matrix.max():.0%})"
+    true, given, share = mistakes(found.client_transition(client), found.class_names)[0]
+    return f"{true} labelled {given} ({share:.0%})"
 
 
 def _table(title: str, *columns: str) -> Table:
