@@ -19,8 +19,11 @@ from torch import Tensor
 
 from fedbilevel.runs.record import write_whole
 from fedbilevel.tasks import soft_labels
+from fedbilevel.tasks.findings import Finding, matrix, ranking
 
 COLUMNS = ("file", "sample", "label", "suggested", "probability", "flagged")
+MOST_CLASSES = 16  # of a matrix that is shown; of more classes, the most frequent mistakes are
+SHOWN = 12  # of these mistakes
 HALF = 0.5  # labels that are wrong with at least this probability are flagged
 
 
@@ -129,3 +132,14 @@ def mistakes(transition: np.ndarray, class_names: Sequence[str]) -> list[tuple[s
     places = [(k, c) for k in range(len(transition)) for c in range(len(transition)) if k != c]
     ordered = sorted(places, key=lambda place: -transition[place])
     return [(class_names[k], class_names[c], float(transition[k, c])) for k, c in ordered]
+
+
+def transition_finding(transition: np.ndarray, class_names: Sequence[str]) -> Finding:
+    """Return T of all clients for the report page: whole, or the most frequent mistakes of many classes."""
+    title = "Which class is labelled as which"
+    if len(class_names) <= MOST_CLASSES:
+        about = "Estimated share of the samples of a true class, by their given label, over all clients."
+        return matrix(title, about, class_names, transition.tolist(), rows="true class", columns="given label")
+    about = f"The {SHOWN} most frequent mistakes of all clients, as a share of the samples of the true class."
+    rows = [list(one) for one in mistakes(transition, class_names)[:SHOWN]]
+    return ranking(title, about, ["true class", "given label", "share"], rows)

@@ -35,6 +35,7 @@ def rows(view: View, kit: Path) -> Rows:
     found: Rows = [
         ("Connection", [connection(view)]),
         ("Run", [run(view)]),
+        *([("Labels", [str(summary)])] if (summary := view.status.get("summary")) else []),
         ("What left", left(view)),
         ("Budget", [budget(view)]),
         (WAITING, [waiting(one, kit) for one in view.pending] or ["nothing"]),

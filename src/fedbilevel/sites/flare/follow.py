@@ -180,8 +180,9 @@ class Follow:
         if outcome == "failed":
             self._give_up(why, "failed")
         if outcome == "finished" or (outcome == "stopped" and why != REJOIN):
-            if look.progress.get("warning"):
-                self._notice(look.progress["warning"])
+            for told in ("result", "warning"):
+                if look.progress.get(told):
+                    self._notice(look.progress[told])
             return str(outcome)
         if look.status == "FINISHED:ABORTED":
             self._notice("the job was ended through FLARE itself.")
