@@ -81,7 +81,9 @@ def test_sites_have_the_files_of_the_simulator_and_the_server_has_its_sentences(
 def test_nothing_about_single_samples_is_at_the_server_or_at_another_site(tmp_path):
     federation = Loopback(tmp_path, 3)
     assert federation.serve(plan_in(federation, EM)) == "finished"
-    sizes = [len(load_file(run_of(tmp_path, name) / "solution.safetensors")["x.logit"]) // 10 for name in federation.names]
+    sizes = [
+        len(load_file(run_of(tmp_path, name) / "solution.safetensors")["x.logit"]) // 10 for name in federation.names
+    ]
     assert not [*(tmp_path / "server").rglob("*suspects*")]
     for file in federation.record.path.rglob("*.safetensors"):
         for tensor in load_file(file).values():

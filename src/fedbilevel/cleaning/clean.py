@@ -168,8 +168,7 @@ def _detected(ready: Prepared, detector: Detector, **options: Any) -> Result:
 
 def _posteriors(result: Result, ready: Prepared) -> list[np.ndarray]:
     return [
-        posterior(tree["logit"], client["train"]["label"])
-        for tree, client in zip(result.x, ready.clients, strict=True)
+        posterior(tree["logit"], client["train"]["label"]) for tree, client in zip(result.x, ready.clients, strict=True)
     ]
 
 

@@ -49,7 +49,6 @@ from fedbilevel.federation.clients import HELD, Clients
 from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
-
 PRIOR = 0.1  # samples that count in every entry of T
 
 
