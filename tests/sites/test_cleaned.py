@@ -17,7 +17,9 @@ from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import WireError
 from fedbilevel.sites.cleaned import labels_of
 from fedbilevel.sites.plan import plan_of
-from fedbilevel.sites.telling import rows
+from fedbilevel.sites.policy import read_settings
+from fedbilevel.sites.preview import preview
+from fedbilevel.sites.telling import plan_rows, rows
 from fedbilevel.sites.view import Follower, look
 from support.sites.loopback import Loopback
 
@@ -117,6 +119,21 @@ def test_the_operator_of_a_site_is_told_what_was_found(tmp_path):
     assert f"{own['noise']:.1%} are estimated to be wrong" in said
     assert said.endswith("Nothing checked the cleaning of all sites. See suspects.csv in runs/trial.")
     assert dict(rows(view, tmp_path / "site-0"))["Labels"] == [said.removeprefix("trial: ")]
+
+
+def test_the_preview_of_a_detector_counts_its_first_outer_iteration_alone(tmp_path):
+    federation = Loopback(tmp_path, 3)
+    plan = plan_of(plan_in(federation, EM))
+    leaves = preview(plan, "site-0", read_settings(tmp_path / "site-0"))
+    assert leaves["varies"] is True
+    assert "total_rounds" not in leaves
+    shown = dict(
+        plan_rows({"plan": plan.asdict(), "run": "trial", "who": "x", "time": 0, "digest": "d", "leaves": leaves})
+    )
+    assert shown["Leaves"][0] == "in the first outer iteration, by phase:"
+    gram = 65 * 66 // 2
+    assert f"products: {gram + 2 * 650} numbers" in shown["Leaves"]
+    assert not any("in all" in line for line in (*shown["How often"], *shown["How much"]))
 
 
 def test_a_site_with_several_clients_writes_a_file_for_each(tmp_path):

@@ -44,6 +44,8 @@ def resume(kit: Path, run: str, say: Callable[[dict[str, Any]], None], **options
                 and progress.get("job") in entry["jobs"]
                 and not progress.get("warning")
             ):
+                if progress.get("result"):
+                    options.get("notice", lambda _: None)(progress["result"])
                 return "finished"
             if progress.get("warning"):
                 break
