@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import fedbilevel as fb
+from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.cli import clean
 from fedbilevel.cli.main import cli
 from fedbilevel.data.folders import write_folder
@@ -153,3 +154,18 @@ def test_the_terminal_shows_how_classes_are_mislabelled(tmp_path, wide):
     top = f"a class with the name {true} a class with the name {given} {off.max():.1%}"
     assert " ".join(lines[3]) == top
     assert len(lines) == 3 + 12
+
+
+def test_a_stop_while_a_network_is_trained_can_be_resumed(tmp_path, monkeypatch):
+    words = [*SMALL, "--features", "trained", "--out", tmp_path / "run", "--num-listed", 0]
+    with monkeypatch.context() as patch:
+        ctrl_c(patch, FedAvg)
+        stopped = invoke(*words)
+    assert stopped.exit_code == 130
+    assert "network: begins" in stopped.output
+    assert "label_em" not in stopped.output.split("Stopped. To resume: ")[0]
+    resumed = invoke(*words, "--resume")
+    assert resumed.exit_code == 0
+    assert "network: outer iteration 100/100" in resumed.output
+    assert "label_em: outer iteration" in resumed.output
+    assert "labels are flagged as wrong" in resumed.output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from fedbilevel.cleaning.findings import findings
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Training
 from fedbilevel.cleaning.last_network import retrained
 from fedbilevel.cleaning.outcome import Cleaning
+from fedbilevel.cleaning.parts import Parts
 from fedbilevel.cleaning.prepared import Features, Prepared, checked, prepared
 from fedbilevel.cleaning.truth import Classifier, of_clients, tested
 from fedbilevel.detectors._scored import Scored
@@ -51,6 +52,7 @@ def clean_labels(
     resume: bool = False,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
+    progress: Callable[[str], Callback] | None = None,
     describe: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -86,7 +88,10 @@ def clean_labels(
         false-discovery rate (setting `rate`), with a 95 % bound from held-out clean samples.
     names, class_names, files: names of the clients, of the classes, and of the samples of every
         client, for tables and files.
-    record, resume, callbacks, describe, seed, device, dtype, engine: as in `solve`.
+    progress: function that gets the name of every part of the work before it begins, such as the
+        training of a network, and returns a callback for it.
+    record, resume, callbacks, describe, seed, device, dtype, engine: as in `solve`; callbacks are those
+        of the detector. With a record, networks are kept too, so that resume does not train them again.
 
     Ctrl-C finishes the outer iteration, saves a checkpoint in the record, and raises KeyboardInterrupt.
 
@@ -115,15 +120,22 @@ def clean_labels(
     how = made(Training, training or {})
     if num_classes is None and isinstance(class_names, Sequence) and not isinstance(class_names, str):
         num_classes = len(class_names)
-    ready, spent = _ready(clients, features, num_classes, how, where)
+    parts = Parts(progress, None if record is None else Path(record), resume)
+    if resume and record is not None and not parts.begun:
+        Record(record).load()  # raises unless the detector has begun
+    ready, spent = _ready(clients, features, num_classes, how, parts, where)
     if isinstance(ready.network, FoldNetworks) and isinstance(chosen, Scored):
         chosen = replace(chosen, reads="probabilities")
     labelled = _names("class_names", class_names, ready.num_classes, "class")
     named = _names("names", names, len(ready.clients), "client")
     about = {"flag": flag, **({} if names is None else {"names": named})}
-    result = _detected(
-        ready, chosen, record=record, resume=resume, callbacks=callbacks,
-        describe={**(describe or {}), "cleaning": about}, **where,
+    followed = [*callbacks, *([] if progress is None else [progress(chosen.name())])]
+    result = whole(
+        solve(
+            ready.problem, ready.clients, chosen, **_length(chosen), record=record,
+            resume=resume and not parts.alone, callbacks=followed,
+            describe={**(describe or {}), "cleaning": about}, **where,
+        )
     )  # fmt: skip
     cleaning = _outcome(chosen, ready, result, spent, flag, named, labelled, files)
     if retrain and "verdict" in result.state.found:  # a run that a callback stopped has no posteriors yet
@@ -134,6 +146,7 @@ def clean_labels(
             how,
             chosen,
             ready.network,
+            parts=parts,
             **where,
         )
         cleaning = replace(cleaning, last=last)
@@ -143,27 +156,33 @@ def clean_labels(
 
 
 def _ready(
-    clients: Sequence[Holdings], features: Features, num_classes: int | None, training: Training, where: dict[str, Any]
+    clients: Sequence[Holdings],
+    features: Features,
+    num_classes: int | None,
+    training: Training,
+    parts: Parts,
+    where: dict[str, Any],
 ) -> tuple[Prepared, dict[str, float]]:
     """Return what the detector reads, and the cost of making it."""
     again = isinstance(features, str) and features == "refined"
-    ready = prepared(clients, "out_of_fold" if again else features, num_classes, training=training, **where)
-    parts = []
+    one = parts.within("first pass") if again else parts
+    ready = prepared(clients, "out_of_fold" if again else features, num_classes, training=training, parts=one, **where)
+    paid = []
     if again:
-        found = _detected(ready, LabelEM(reads="probabilities"), **where)
-        first = (ready.network, _posteriors(found, ready))
-        ready = prepared(clients, features, num_classes, training=training, first=first, **where)
-        parts.append(found.rows[-1])
+        em = LabelEM(reads="probabilities")
+        found = one.solve(em.name(), ready.problem, ready.clients, em, **_length(em), **where)
+        first, two = (ready.network, _posteriors(found, ready)), parts.within("second pass")
+        ready = prepared(clients, features, num_classes, training=training, first=first, parts=two, **where)
+        paid.append(found.rows[-1])
     if ready.network is not None:
-        parts.append(ready.network.cost)
-    return ready, {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes") if parts}
+        paid.append(ready.network.cost)
+    return ready, {name: sum(float(part[name]) for part in paid) for name in ("rounds", "megabytes") if paid}
 
 
-def _detected(ready: Prepared, detector: Detector, **options: Any) -> Result:
+def _length(detector: Detector) -> dict[str, Any]:
+    """Return the options of a whole run of a detector."""
     num = detector.num_iterations()
-    return whole(
-        solve(ready.problem, ready.clients, detector, num_iterations=num, measure_every=num, residuals=False, **options)
-    )
+    return {"num_iterations": num, "measure_every": num, "residuals": False}
 
 
 def _posteriors(result: Result, ready: Prepared) -> list[np.ndarray]:

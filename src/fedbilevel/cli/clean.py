@@ -11,6 +11,7 @@ import click
 
 from fedbilevel import discovery
 from fedbilevel.cleaning.clean import clean_labels
+from fedbilevel.cleaning.parts import Parts
 from fedbilevel.cli import terminal
 from fedbilevel.cli.flags import chosen, names_of
 from fedbilevel.cli.personalise import StudyCommand
@@ -142,12 +143,13 @@ def clean_and_show(
     with terminal.Bar(detector, ("test_accuracy", "f1")) as bar:
         try:
             found = clean_labels(
-                clients, detector=detector, record=folder, callbacks=[bar],
+                clients, detector=detector, record=folder, progress=bar.part,
                 describe=None if command is None else {"command": command}, **how,
             )  # fmt: skip
         except KeyboardInterrupt:
             said = "Stopped." if command is None else f"Stopped. To resume: {command}"
-            terminal.say(said if Record(folder).checkpoint.exists() else "Stopped before anything was saved.")
+            saved = Record(folder).checkpoint.exists() or Parts(record=folder).begun
+            terminal.say(said if saved else "Stopped before anything was saved.")
             sys.exit(130)
     for table in cleaning(found, num_listed):
         terminal.console.print(table)
