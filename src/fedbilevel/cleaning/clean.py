@@ -24,6 +24,7 @@ from fedbilevel.cleaning.truth import Classifier, of_clients, tested
 from fedbilevel.detectors._scored import Scored
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.label_em import LabelEM
+from fedbilevel.engines import group_of
 from fedbilevel.engines.ranks import EngineName
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
@@ -116,6 +117,11 @@ def clean_labels(
             f"retrain is True and features is {features!r:.80}, expected 'out_of_fold' or 'refined': other features "
             "have no network of their own."
         )
+    if retrain and engine != "simulation":
+        raise SettingError(
+            f"retrain is True and engine is {engine!r:.80}, expected 'simulation': the guard of last networks needs "
+            "the clean samples of all clients in one place."
+        )
     where: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype, "engine": engine}
     how = made(Training, training or {})
     if num_classes is None and isinstance(class_names, Sequence) and not isinstance(class_names, str):
@@ -150,7 +156,7 @@ def clean_labels(
             **where,
         )
         cleaning = replace(cleaning, last=last)
-    if result.path is not None and engine == "simulation":
+    if result.path is not None and group_of(engine, device).rank == 0:
         _write(Record(result.path), cleaning, ready, clients)
     return cleaning
 

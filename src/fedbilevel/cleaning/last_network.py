@@ -26,7 +26,6 @@ from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, k
 from fedbilevel.cleaning.parts import ALONE, Parts
 from fedbilevel.detectors._decisions import TEMPERATURES, basis, judged, temperature
 from fedbilevel.detectors.detector import Detector
-from fedbilevel.errors import SettingError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.draws import Stream
 
@@ -75,11 +74,6 @@ def retrained(
     parts: shows and keeps the training of every network.
     where: device, dtype and engine, as in `solve`.
     """
-    if where.get("engine", "simulation") != "simulation":
-        raise SettingError(
-            f"retrain is True and engine is {where['engine']!r}, but the candidates need the clean samples of all "
-            "clients in one place: use engine='simulation'."
-        )
     own: list[Any] = [client["train"] for client in clients]
     some = [{name: np.asarray(part[name]) for name in ("image", "label")} for part in own]
     num_classes = posteriors[0].shape[1]

@@ -34,7 +34,9 @@ class ProgressFile:
 
     def say(self, progress: dict[str, Any]) -> None:
         with self._lock:
-            told = {name: progress[name] for name in ("waiting", "warning", "result") if name in progress}
+            told: dict[str, Any] = {
+                name: progress[name] for name in ("waiting", "warning", "result") if name in progress
+            }
             if told:
                 self._content |= told
             else:
