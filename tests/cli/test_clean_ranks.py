@@ -48,7 +48,7 @@ def test_two_ranks_clean_as_one_process_and_only_the_first_writes(tmp_path):
     one, two = (cleaned(tmp_path / name, ranks=ranks) for name, ranks in (("one", ()), ("two", RANKS)))
     assert (one.returncode, two.returncode) == (0, 0), two.stderr[-2000:]
     assert two.stdout.count("Saved in") == two.stdout.count("labels are flagged as wrong") == 1
-    assert two.stdout.count("label_em: begins") == 1
+    assert two.stdout.count("label_em: outer iteration") == 1
     assert files(tmp_path / "two") == files(tmp_path / "one")
     for i in range(3):
         texts = ((tmp_path / name / "suspects" / f"client-{i}.csv").read_text() for name in ("one", "two"))

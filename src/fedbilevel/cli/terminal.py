@@ -73,9 +73,9 @@ class Bar:
 
     def part(self, name: str) -> Bar:
         """Begin with another part of the work, and return the callback for it."""
-        self.name, self.figures = printable(name), ""
+        before, self.name, self.figures = self.name, printable(name), ""
         self.bar.reset(self.task, description=f"{self.name:<12}", cost="", figures="")
-        if not console.is_terminal:
+        if not console.is_terminal and self.name != before:
             say(f"{self.name}: begins")
         return self
 
