@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel.cleaning.outcome import caveats
+from fedbilevel.cleaning.client_labels import transition_finding
+from fedbilevel.cleaning.judgement import caveats
 from fedbilevel.data.sets.digits import digits
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import DataError, ProblemError, SettingError, UnknownNameError
+from fedbilevel.report.record_files import are_findings
 from support.stops import ctrl_c
 
 
@@ -69,8 +71,35 @@ def test_wrong_labels_are_found_and_their_true_labels_suggested(tmp_path):
         assert (train == given)[~flags].all()
         assert train.dtype == given.dtype
     findings = json.loads((tmp_path / "findings.json").read_text())
-    assert [one["kind"] for one in findings] == ["by_client", "histogram"]  # rows of five numbers are no pictures
-    assert json.loads((tmp_path / "cleaning.json").read_text())["sentences"] == found.sentences
+    assert [one["kind"] for one in findings] == ["by_client", "matrix", "histogram"]  # five numbers are no picture
+    assert are_findings(findings)
+    assert (findings[1]["names"], findings[1]["values"]) == (["cat", "dog", "emu"], found.transition.tolist())
+    written = json.loads((tmp_path / "cleaning.json").read_text())
+    assert written["sentences"] == found.sentences
+    assert written["transition"] == found.transition.tolist()
+    assert written["noise"] == pytest.approx(np.mean([*found.noise.values()]))  # clients of one size
+
+
+def test_the_transition_matrix_follows_from_the_labels_of_any_detector():
+    clients = noisy(num_val=60)
+    for detector, most in (("confident", 0.08), ("label_em", 0.03)):  # x of confident holds no probabilities
+        found = fb.clean_labels(clients, detector=detector)
+        right = np.concatenate([np.arange(100) >= 10 for _ in clients])
+        given = np.concatenate([client["train"]["label"] for client in clients])
+        true = np.where(right, given, (given - 1) % 3)
+        counts = np.eye(3)[true].T @ np.eye(3)[given]
+        assert found.transition == pytest.approx(counts / counts.sum(1, keepdims=True), abs=most), detector
+        assert found.found["num_flagged"] == len(found.suspects())
+        assert found.found["num_labels"] == 400
+
+
+def test_of_many_classes_the_page_shows_the_most_frequent_mistakes():
+    transition = np.eye(20) * 0.8 + 0.2 / 20
+    transition[3, 5], transition[7, 2] = 0.4, 0.3
+    shown = transition_finding(transition, [f"class {i}" for i in range(20)])
+    assert (shown["kind"], len(shown["rows"])) == ("ranking", 12)
+    assert shown["rows"][:2] == [["class 3", "class 5", 0.4], ["class 7", "class 2", 0.3]]
+    assert are_findings([shown])
 
 
 def test_a_client_gets_a_file_of_its_own_with_every_sample(tmp_path):
@@ -84,6 +113,9 @@ def test_a_client_gets_a_file_of_its_own_with_every_sample(tmp_path):
     assert all(row["file"] == f"{row['sample']}.png" for row in rows)
     assert [float(row["probability"]) for row in rows] == sorted((float(r["probability"]) for r in rows), reverse=True)
     assert sum(int(row["flagged"]) for row in rows) == found.flags[1].sum()
+    own = json.loads((tmp_path / "suspects" / "client-1.json").read_text())
+    assert (own["noise"], own["verdict"], own["num_labels"]) == (found.noise["client-1"], found.verdict, 100)
+    assert own["transition"] == found.client_transition(1).tolist()
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="name another folder"):
         found.write_csv(tmp_path / "file" / "inside")

@@ -7,12 +7,11 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.cleaning import last_network
-from fedbilevel.cleaning.fold_networks import FoldNetworks
-from fedbilevel.cleaning.last_network import chosen, guarded, retrained, trained, unread, without
+from fedbilevel.cleaning.last_network import chosen, guarded, trained, unread, without
 from fedbilevel.cleaning.truth import classes
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import SettingError
-from tests.cleaning.test_fold_networks import BRIEF, striped, stripes
+from tests.cleaning.test_fold_networks import striped, stripes
 
 
 class Fixed:
@@ -130,5 +129,5 @@ def test_the_sentence_names_the_choice_and_its_gain():
 def test_what_cannot_be_trained_again_is_refused():
     with pytest.raises(SettingError, match="retrain is True and features is 'given'"):
         fb.clean_labels(striped(), features="given", retrain=True)
-    with pytest.raises(SettingError, match="use engine='simulation'"):
-        retrained(striped(), [], [], BRIEF, GUARD, FoldNetworks([]), seed=0, engine="distributed")
+    with pytest.raises(SettingError, match="engine is 'distributed', expected 'simulation'"):
+        fb.clean_labels(striped(), features="out_of_fold", retrain=True, engine="distributed")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 import shlex
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import fedbilevel as fb
+from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.cli import clean
 from fedbilevel.cli.main import cli
 from fedbilevel.data.folders import write_folder
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import CheckpointError, ProblemError, SettingError
+from fedbilevel.report.cleaning_tables import cleaning
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from support.stops import ctrl_c
 
@@ -152,3 +156,37 @@ def test_a_cleaning_from_python_is_resumed_there(tmp_path):
     fb.clean_labels(clients, record=tmp_path, callbacks=[lambda progress: True])
     with pytest.raises(CheckpointError, match=r"which was started from Python: use clean_labels"):
         CliRunner().invoke(cli, ["resume", str(tmp_path)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_terminal_shows_how_classes_are_mislabelled(tmp_path, wide):
+    clients = DataCleaning(num_clients=3, noise=0.2, test_share=0.5, num_clean=20).build().clients
+    names = [f"a class with the name {i}" for i in range(10)] if wide else None
+    found = fb.clean_labels(clients, class_names=names)
+    console = Console(width=200, file=io.StringIO())
+    console.print(cleaning(found, 0)[1])
+    lines = [line.split() for line in console.file.getvalue().splitlines() if line.strip()]
+    if not wide:
+        wanted = [f"{100 * value:.0f}" if value >= 0.005 else "." for value in found.transition[4]]
+        assert ["4", *wanted] in lines
+        return
+    off = found.transition - np.diag(np.diag(found.transition))
+    true, given = divmod(int(off.argmax()), 10)
+    top = f"a class with the name {true} a class with the name {given} {off.max():.1%}"
+    assert " ".join(lines[3]) == top
+    assert len(lines) == 3 + 12
+
+
+def test_a_stop_while_a_network_is_trained_can_be_resumed(tmp_path, monkeypatch):
+    words = [*SMALL, "--features", "trained", "--out", tmp_path / "run", "--num-listed", 0]
+    with monkeypatch.context() as patch:
+        ctrl_c(patch, FedAvg)
+        stopped = invoke(*words)
+    assert stopped.exit_code == 130
+    assert "network: begins" in stopped.output
+    assert "label_em" not in stopped.output.split("Stopped. To resume: ")[0]
+    resumed = invoke(*words, "--resume")
+    assert resumed.exit_code == 0
+    assert "network: outer iteration 100/100" in resumed.output
+    assert "label_em: outer iteration" in resumed.output
+    assert "labels are flagged as wrong" in resumed.output

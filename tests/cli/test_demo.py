@@ -95,7 +95,8 @@ def test_suspects_have_a_file_per_client_and_pictures_in_the_report(demo, again)
     assert said.count(" of 1,148 labels are flagged") == 1
     assert f"{sum(int(row['flagged']) for row in rows)} of 1,148 labels are flagged" in said
     [run] = json.loads(elements((folder / "report.html").read_text()).scripts[0])["runs"]
-    assert run["cleaning"] == {"verdict": "accepted", "sentences": found.sentences}
+    assert (run["cleaning"]["verdict"], run["cleaning"]["sentences"]) == ("accepted", found.sentences)
+    assert run["cleaning"]["transition"] == found.transition.tolist()
     pictures, shares = run["findings"][:2]
     assert [(item["facts"]["held by"], item["facts"]["suggested"]) for item in pictures["items"]] == [
         (one.client, one.suggested) for one in found.suspects(len(pictures["items"]))

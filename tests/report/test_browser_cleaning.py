@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from fedbilevel.cleaning.client_labels import transition_finding
 from fedbilevel.report import write_report
 from support.browser.pages import NEEDS_BROWSER
 from support.browser.records import HOSTILE, rows_of, write_run
@@ -27,6 +29,21 @@ def test_sentences_and_suspects_come_first(opened, tmp_path):
     assert shown[0] == "findings"
     assert "finals" in shown
     assert not {"curves", "target", "headline"} & {*shown}
+
+
+def test_the_transition_matrix_is_a_table_with_darker_grounds_for_more_mistakes(opened, tmp_path):
+    folder = cleaned(tmp_path / "run", "40 labels are flagged.")
+    transition = np.array([[0.9, 0.1, 0.0], [0.0, 1.0, 0.0], [0.05, 0.0, 0.95]])
+    shown = transition_finding(transition, ["cat", HOSTILE, "emu"])
+    (folder / "findings.json").write_text(json.dumps([shown]))
+    page = opened(write_report(folder, tmp_path / "page.html"))
+    cells = page.run(
+        "[...document.querySelectorAll('.finding tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert cells[0] == ["cat", "90.0 %", "10.0 %", "0.0 %"]
+    assert cells[1][0] == HOSTILE
+    share = "[...document.querySelectorAll('td.share')].map(c => c.style.getPropertyValue('--share'))"
+    assert page.run(share) == ["60%", "0%", "0%", "0%", "30%", "0%"]
 
 
 def test_a_cleaning_beside_another_run_is_a_run_like_any(opened, tmp_path):

@@ -136,6 +136,7 @@ WRONG_FINDINGS = {
     "counts": {"kind": "histogram", "title": "x", "edges": [0, 1, 2], "groups": [{"name": "a", "counts": [1]}]},
     "rows": {"kind": "ranking", "title": "x", "columns": ["a", "b"], "rows": [[1]]},
     "values": {"kind": "by_client", "title": "x", "values": {"a": ["high"]}},
+    "square": {"kind": "matrix", "title": "x", "rows": "a", "columns": "b", "names": ["c", "d"], "values": [[1, 0]]},
     "no title": {"kind": "ranking", "columns": [], "rows": []},
     "no table": "images",
 }

@@ -31,11 +31,11 @@ def blocks(page):
 
 
 def same(quoted, said):
-    """Equal text; decimals may differ by rounding, counts of suspicious samples by a few."""
+    """Equal text; decimals may differ by rounding, counts of suspicious or flagged samples by a few."""
     quoted, said = CLOCK.sub("~", quoted.rstrip()), CLOCK.sub("~", said.rstrip())
     if NUMBER.sub("#", quoted) != NUMBER.sub("#", said):
         return False
-    loose = 3 if "suspicious" in quoted else 0
+    loose = 3 if re.search("suspicious|flagged", quoted) else 0
     return all(
         _close(one, other, loose) for one, other in zip(NUMBER.findall(quoted), NUMBER.findall(said), strict=True)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,15 +11,20 @@ import numpy as np
 import torch
 
 from fedbilevel import discovery
+from fedbilevel.cleaning import judgement
+from fedbilevel.cleaning.client_labels import HALF, estimates_of, posterior
+from fedbilevel.cleaning.client_labels import wrong as wrong_of
 from fedbilevel.cleaning.findings import findings
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Training
 from fedbilevel.cleaning.last_network import retrained
-from fedbilevel.cleaning.outcome import Cleaning, caveats
+from fedbilevel.cleaning.outcome import Cleaning
+from fedbilevel.cleaning.parts import Parts
 from fedbilevel.cleaning.prepared import Features, Prepared, checked, prepared
 from fedbilevel.cleaning.truth import Classifier, of_clients, tested
 from fedbilevel.detectors._scored import Scored
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.label_em import LabelEM
+from fedbilevel.engines import group_of
 from fedbilevel.engines.ranks import EngineName
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
@@ -29,7 +34,6 @@ from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import made, names_for
-from fedbilevel.tasks import soft_labels
 from fedbilevel.tasks.findings import accuracies
 
 
@@ -49,6 +53,7 @@ def clean_labels(
     resume: bool = False,
     seed: int = 0,
     callbacks: Sequence[Callback] = (),
+    progress: Callable[[str], Callback] | None = None,
     describe: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -84,7 +89,10 @@ def clean_labels(
         false-discovery rate (setting `rate`), with a 95 % bound from held-out clean samples.
     names, class_names, files: names of the clients, of the classes, and of the samples of every
         client, for tables and files.
-    record, resume, callbacks, describe, seed, device, dtype, engine: as in `solve`.
+    progress: function that gets the name of every part of the work before it begins, such as the
+        training of a network, and returns a callback for it.
+    record, resume, callbacks, describe, seed, device, dtype, engine: as in `solve`; callbacks are those
+        of the detector. With a record, networks are kept too, so that resume does not train them again.
 
     Ctrl-C finishes the outer iteration, saves a checkpoint in the record, and raises KeyboardInterrupt.
 
@@ -109,19 +117,31 @@ def clean_labels(
             f"retrain is True and features is {features!r:.80}, expected 'out_of_fold' or 'refined': other features "
             "have no network of their own."
         )
+    if retrain and engine != "simulation":
+        raise SettingError(
+            f"retrain is True and engine is {engine!r:.80}, expected 'simulation': the guard of last networks needs "
+            "the clean samples of all clients in one place."
+        )
     where: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype, "engine": engine}
     how = made(Training, training or {})
     if num_classes is None and isinstance(class_names, Sequence) and not isinstance(class_names, str):
         num_classes = len(class_names)
-    ready, spent = _ready(clients, features, num_classes, how, where)
+    parts = Parts(progress, None if record is None else Path(record), resume)
+    if resume and record is not None and not parts.begun:
+        Record(record).load()  # raises unless the detector has begun
+    ready, spent = _ready(clients, features, num_classes, how, parts, where)
     if isinstance(ready.network, FoldNetworks) and isinstance(chosen, Scored):
         chosen = replace(chosen, reads="probabilities")
     labelled = _names("class_names", class_names, ready.num_classes, "class")
     named = _names("names", names, len(ready.clients), "client")
     about = {"flag": flag, **({} if names is None else {"names": named})}
-    result = _detected(
-        ready, chosen, record=record, resume=resume, callbacks=callbacks,
-        describe={**(describe or {}), "cleaning": about}, **where,
+    followed = [*callbacks, *([] if progress is None else [progress(chosen.name())])]
+    result = whole(
+        solve(
+            ready.problem, ready.clients, chosen, **_length(chosen), record=record,
+            resume=resume and not parts.alone, callbacks=followed,
+            describe={**(describe or {}), "cleaning": about}, **where,
+        )
     )  # fmt: skip
     cleaning = _outcome(chosen, ready, result, spent, flag, named, labelled, files)
     if retrain and "verdict" in result.state.found:  # a run that a callback stopped has no posteriors yet
@@ -132,49 +152,57 @@ def clean_labels(
             how,
             chosen,
             ready.network,
+            parts=parts,
             **where,
         )
         cleaning = replace(cleaning, last=last)
-    if result.path is not None and engine == "simulation":
+    if result.path is not None and group_of(engine, device).rank == 0:
         _write(Record(result.path), cleaning, ready, clients)
     return cleaning
 
 
 def _ready(
-    clients: Sequence[Holdings], features: Features, num_classes: int | None, training: Training, where: dict[str, Any]
+    clients: Sequence[Holdings],
+    features: Features,
+    num_classes: int | None,
+    training: Training,
+    parts: Parts,
+    where: dict[str, Any],
 ) -> tuple[Prepared, dict[str, float]]:
     """Return what the detector reads, and the cost of making it."""
     again = isinstance(features, str) and features == "refined"
-    ready = prepared(clients, "out_of_fold" if again else features, num_classes, training=training, **where)
-    parts = []
+    one = parts.within("first pass") if again else parts
+    ready = prepared(clients, "out_of_fold" if again else features, num_classes, training=training, parts=one, **where)
+    paid = []
     if again:
-        found = _detected(ready, LabelEM(reads="probabilities"), **where)
-        first = (ready.network, _posteriors(found, ready))
-        ready = prepared(clients, features, num_classes, training=training, first=first, **where)
-        parts.append(found.rows[-1])
+        em = LabelEM(reads="probabilities")
+        found = one.solve(em.name(), ready.problem, ready.clients, em, **_length(em), **where)
+        first, two = (ready.network, _posteriors(found, ready)), parts.within("second pass")
+        ready = prepared(clients, features, num_classes, training=training, first=first, parts=two, **where)
+        paid.append(found.rows[-1])
     if ready.network is not None:
-        parts.append(ready.network.cost)
-    return ready, {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes") if parts}
+        paid.append(ready.network.cost)
+    return ready, {name: sum(float(part[name]) for part in paid) for name in ("rounds", "megabytes") if paid}
 
 
-def _detected(ready: Prepared, detector: Detector, **options: Any) -> Result:
+def _length(detector: Detector) -> dict[str, Any]:
+    """Return the options of a whole run of a detector."""
     num = detector.num_iterations()
-    return whole(
-        solve(ready.problem, ready.clients, detector, num_iterations=num, measure_every=num, residuals=False, **options)
-    )
+    return {"num_iterations": num, "measure_every": num, "residuals": False}
 
 
 def _posteriors(result: Result, ready: Prepared) -> list[np.ndarray]:
     return [
-        soft_labels.posterior(tree["logit"].detach().cpu(), torch.as_tensor(client["train"]["label"])).double().numpy()
-        for tree, client in zip(result.x, ready.clients, strict=True)
+        posterior(tree["logit"], client["train"]["label"]) for tree, client in zip(result.x, ready.clients, strict=True)
     ]
 
 
 def _write(record: Record, cleaning: Cleaning, ready: Prepared, clients: Sequence[Holdings]) -> None:
     served = accuracies(ready.problem, ready.clients, cleaning.result, role="test", right="right", of="tested")
     record.write_findings([*findings(cleaning, _shown(ready, clients)), *served])
-    record.write_cleaning({"verdict": cleaning.verdict, "sentences": cleaning.sentences})
+    noise = float(np.concatenate(cleaning.wrong).mean())
+    estimates = estimates_of(noise, cleaning.transition, cleaning.class_names)
+    record.write_cleaning({"verdict": cleaning.verdict, "sentences": cleaning.sentences, **estimates})
 
 
 def _outcome(
@@ -187,31 +215,18 @@ def _outcome(
     class_names: list[str],
     files: Sequence[Sequence[str]] | None,
 ) -> Cleaning:
-    state, found = result.state, dict(result.state.found)
-    is_whole = "verdict" in found  # a run that a callback stopped has no classifiers to test
-    if not is_whole:
-        found = {
-            "verdict": "unchecked",
-            "num_guard": 0.0,
-            "gain": 0.0,
-            "gain_error": float("inf"),
-            "t": 0.0,
-            "evidence": 0.0,
-            **found,
-        }
+    state, found = result.state, judgement.whole(result.state.found)
+    is_whole = "verdict" in result.state.found
     if spent:
         found["network"] = spent
     labels = [client["train"]["label"] for client in ready.clients]
     posteriors = _posteriors(result, ready)
-    wrong = [1 - q[np.arange(len(q)), label] for q, label in zip(posteriors, labels, strict=True)]
+    wrong = [wrong_of(q, label) for q, label in zip(posteriors, labels, strict=True)]
     cut = found.get("cut")
-    least = 0.5 if flag == "half" else 2.0 if cut is None else float(1 / (1 + np.exp(-cut["log_odds"])))
-    num_clean = state.clean.double().view(-1, ready.num_classes)[-1] * len(ready.clients)
-    notes = caveats(
-        num_clean=num_clean.tolist(), num_clients=len(ready.clients), share=float(state.counts[2]), cut=cut,
-        by_rate=flag == "rate", rate=chosen.rate, class_names=class_names, verdict=found["verdict"],
-        wrong=float(np.concatenate(wrong).mean()), num_train=sum(map(len, labels)),
-        num_features=ready.clients[0]["train"]["image"].shape[1], detector=chosen.name(),
+    least = HALF if flag == "half" else 2.0 if cut is None else float(1 / (1 + np.exp(-cut["log_odds"])))
+    notes = judgement.caveats_of(
+        chosen, state, found, num_clients=len(ready.clients), class_names=class_names, by_rate=flag == "rate",
+        wrong=float(np.concatenate(wrong).mean()),
     )  # fmt: skip
     transition = state.transition.double().view(ready.num_classes, -1).cpu().numpy()
     flags, both = [own >= least for own in wrong], _classifiers(chosen, state, ready.num_classes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbilevel.cleaning.client_labels import transition_finding
 from fedbilevel.cleaning.outcome import Cleaning
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.tasks.findings import Finding, by_client, histogram, images
@@ -16,7 +17,8 @@ _SHOWN = 21  # full rows on wide and on narrow screens
 
 def findings(found: Cleaning, clients: Sequence[Holdings]) -> list[Finding]:
     """Return what the page shows; clients have images as they were given, and marks of wrong labels."""
-    shown = (_pictures(found, clients), _noise(found), _probabilities(found, clients))
+    transition = transition_finding(found.transition, found.class_names)
+    shown = (_pictures(found, clients), _noise(found), transition, _probabilities(found, clients))
     return [one for one in shown if one is not None]
 
 

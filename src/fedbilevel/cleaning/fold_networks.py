@@ -25,13 +25,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedbilevel.cleaning.augment import NUM_DRAWS, moved
+from fedbilevel.cleaning.parts import ALONE, Parts
 from fedbilevel.cleaning.residual import Residual
 from fedbilevel.cleaning.resnet18 import ResNet18
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.oracle.precision import Precision
 from fedbilevel.problem.problem import Problem
-from fedbilevel.runs.endings import whole
-from fedbilevel.runs.solve import solve
 from fedbilevel.settings import Settings, setting
 
 _AT_ONCE = 1000
@@ -134,6 +133,7 @@ def train_folds(
     targets: Sequence[np.ndarray] | None = None,
     flags: Sequence[np.ndarray] | None = None,
     seed: int,
+    parts: Parts = ALONE,
     **where: Any,
 ) -> FoldNetworks:
     """Train one network per fold.
@@ -141,6 +141,7 @@ def train_folds(
     clients: `image` and `label` of the training samples of every client.
     targets: class probabilities (n, C) of these samples to train on; None: the given labels.
     flags: marks of samples that no network is trained on; None: no sample is marked.
+    parts: shows and keeps the training of every network.
     where: device, dtype and engine, as in `solve`.
     """
     members = []
@@ -153,7 +154,10 @@ def train_folds(
             for client, keep in zip(clients, rest, strict=True)
         ]
         aims = None if targets is None else [own[keep] for own, keep in zip(targets, rest, strict=True)]
-        members.append(train_network(some, num_classes, training, targets=aims, seed=seed, **where))
+        name = f"network {fold + 1} of {training.num_folds}"
+        members.append(
+            train_network(some, num_classes, training, targets=aims, seed=seed, parts=parts, name=name, **where)
+        )
     return FoldNetworks([members])
 
 
@@ -169,9 +173,14 @@ def train_network(
     *,
     targets: Sequence[np.ndarray] | None = None,
     seed: int,
+    parts: Parts = ALONE,
+    name: str = "network",
     **where: Any,
 ) -> Network:
-    """Train one network on all samples; arguments as in `train_folds`."""
+    """Train one network on all samples; arguments as in `train_folds`.
+
+    name: of this part.
+    """
     shape = _SHAPES[training.network].of(
         int(np.prod(clients[0]["image"].shape[1:])), training.width, num_classes, training.standardise
     )
@@ -199,11 +208,11 @@ def train_network(
     num = training.num_rounds
     # a batch size for "val" as well would make a measurement of a large network as slow as a hundred rounds
     sizes = {"train": training.batch_size, "val": None}
-    result = solve(
-        problem, held, "fedadam", num_iterations=num, measure_every=num, residuals=False, seed=seed,
+    result = parts.solve(
+        name, problem, held, "fedadam", num_iterations=num, measure_every=num, residuals=False, seed=seed,
         schedule=Schedule(end=num), batch_size=sizes,
         num_local_steps=training.num_local_steps, lr_lower=training.lr_lower, server_lr=training.server_lr,
         server_damping=training.server_damping, precision=training.precision, **where,
     )  # fmt: skip
-    cost = {name: float(whole(result).rows[-1][name]) for name in ("rounds", "megabytes")}
+    cost = {paid: float(result.rows[-1][paid]) for paid in ("rounds", "megabytes")}
     return Network(shape, {name: leaf.detach() for name, leaf in result.y.items()}, cost, training.mirror)

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, kept, train_network
+from fedbilevel.cleaning.parts import ALONE, Parts
 from fedbilevel.detectors._decisions import TEMPERATURES, basis, judged, temperature
 from fedbilevel.detectors.detector import Detector
-from fedbilevel.errors import SettingError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.draws import Stream
 
@@ -65,26 +65,26 @@ class Choice(NamedTuple):
 
 def retrained(
     clients: Sequence[Holdings], flags: Sequence[np.ndarray], posteriors: Sequence[np.ndarray], training: Training,
-    detector: Detector, folds: FoldNetworks, *, seed: int, **where: Any,
+    detector: Detector, folds: FoldNetworks, *, seed: int, parts: Parts = ALONE, **where: Any,
 ) -> Choice:  # fmt: skip
     """Train the network of the given labels and the usual candidates, and let the guard choose.
 
     detector: its settings are those of the guard.
     folds: networks of folds, of one or two passes.
+    parts: shows and keeps the training of every network.
     where: device, dtype and engine, as in `solve`.
     """
-    if where.get("engine", "simulation") != "simulation":
-        raise SettingError(
-            f"retrain is True and engine is {where['engine']!r}, but the candidates need the clean samples of all "
-            "clients in one place: use engine='simulation'."
-        )
     own: list[Any] = [client["train"] for client in clients]
     some = [{name: np.asarray(part[name]) for name in ("image", "label")} for part in own]
     num_classes = posteriors[0].shape[1]
-    fit = lambda these, targets: train_network(these, num_classes, training, targets=targets, seed=seed, **where)
-    candidates = ((name, folds.together(trained(name, some, flags, posteriors, fit), -1)) for name in USUAL)
+    named = lambda name: (
+        lambda these, targets: train_network(
+            these, num_classes, training, targets=targets, seed=seed, parts=parts, name=f"last network, {name}", **where
+        )
+    )
+    candidates = ((name, folds.together(trained(name, some, flags, posteriors, named(name)), -1)) for name in USUAL)
     clean = unread(clients, detector.held_share(), seed)
-    return chosen(folds.together(fit(some, None), 0), candidates, clean, detector)
+    return chosen(folds.together(named("as_given")(some, None), 0), candidates, clean, detector)
 
 
 def unread(clients: Sequence[Holdings], share: float, seed: int) -> dict[str, np.ndarray]:

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, linear, max_pool2d
 
+from fedbilevel.cleaning.parts import ALONE, Parts
 from fedbilevel.cleaning.square_network import standardised
 from fedbilevel.data.random_features import RandomConvolutions
 from fedbilevel.problem.problem import Problem
-from fedbilevel.runs.endings import whole
-from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.initial import uniform
 
 NUM_FEATURES = 64
@@ -51,10 +50,12 @@ class Network(NamedTuple):
 
 
 def train_network(
-    clients: Sequence[Mapping[str, Mapping[str, np.ndarray]]], num_classes: int, *, seed: int, **where: Any
-) -> Network:
+    clients: Sequence[Mapping[str, Mapping[str, np.ndarray]]], num_classes: int, *, seed: int,
+    parts: Parts = ALONE, **where: Any,
+) -> Network:  # fmt: skip
     """Train a network on the training samples of all clients.
 
+    parts: shows and keeps the training.
     where: device, dtype and engine, as in `solve`.
     """
     rows = [np.asarray(client["train"]["image"], np.float32) for client in clients]
@@ -75,7 +76,9 @@ def train_network(
     # a run needs validation samples, which FedAvg does not learn from
     held = [{"train": one, "val": {name: values[:1] for name, values in one.items()}} for one in own]
     num = _TRAINING["num_iterations"]
-    result = whole(solve(problem, held, "fedavg", seed=seed, measure_every=num, residuals=False, **_TRAINING, **where))
+    result = parts.solve(
+        "network", problem, held, "fedavg", seed=seed, measure_every=num, residuals=False, **_TRAINING, **where
+    )
     cost = {name: float(result.rows[-1][name]) for name in ("rounds", "megabytes")}
     return Network({name: leaf.detach().cpu() for name, leaf in result.y.items()}, side, channels, cost)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Training, rows_of, train_folds
 from fedbilevel.cleaning.network import train_network
+from fedbilevel.cleaning.parts import ALONE, Parts
 from fedbilevel.data.random_features import RandomConvolutions
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem.client_data import Holdings
@@ -47,12 +48,14 @@ def prepared(
     *,
     training: Training = Training(),
     first: tuple[FoldNetworks, Sequence[np.ndarray]] | None = None,
+    parts: Parts = ALONE,
     **where: Any,
 ) -> Prepared:
     """Return clients with rows of features, and with marks of the samples in `val` that are clean.
 
     training: how networks of folds are trained.
     first: for features="refined", the networks of the first pass, and the posteriors to train on.
+    parts: shows and keeps the training of networks.
     where: seed, device, dtype and engine of a run that trains features.
 
     A client without clean samples gets one training sample in `val`, marked as not trusted, because
@@ -63,10 +66,10 @@ def prepared(
     found = number_of_classes(given, num_classes)
     network: Any = None
     if isinstance(features, str) and features == "trained":
-        network = train_network(given, found, **where)
+        network = train_network(given, found, parts=parts, **where)
     elif isinstance(features, str) and features in ("out_of_fold", "refined"):
         own = [client["train"] for client in given]
-        network = train_folds(own, found, training, targets=None if first is None else first[1], **where)
+        network = train_folds(own, found, training, targets=None if first is None else first[1], parts=parts, **where)
         network = network if first is None else first[0] + network
     rows = _rows_of(features if network is None else network, given[0]["train"]["image"])
     own_rows = rows if not isinstance(network, FoldNetworks) else lambda some: rows_of(network.unseen(some))

@@ -18,7 +18,8 @@ def table(found: Cleaning, most: int | None) -> list[dict[str, Any]]:
     places = [(i, j) for i, own in enumerate(found.labels) for j in range(len(own))]
     wrong = np.concatenate([np.zeros(0), *found.wrong])
     chosen = (places[k] for k in np.argsort(-wrong, kind="stable")[:most].tolist())
-    return [{**found.suspect(i, j)._asdict(), "flagged": bool(found.flags[i][j])} for i, j in chosen]
+    clients = [found.client(i) for i in range(len(found.names))]
+    return [{**clients[i].suspect(j)._asdict(), "flagged": bool(found.flags[i][j])} for i, j in chosen]
 
 
 def plot(found: Cleaning, path: Path | str | None, most: int) -> Any:

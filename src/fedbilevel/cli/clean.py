@@ -11,10 +11,14 @@ import click
 
 from fedbilevel import discovery
 from fedbilevel.cleaning.clean import clean_labels
+from fedbilevel.cleaning.parts import Parts
 from fedbilevel.cli import terminal
 from fedbilevel.cli.flags import chosen, names_of
 from fedbilevel.cli.personalise import StudyCommand
+from fedbilevel.cli.run import ENGINE_OPTIONS, group_for
 from fedbilevel.data.image_folders import read_clients
+from fedbilevel.engines.distributed import TIMEOUT
+from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import SettingError
 from fedbilevel.report.cleaning_tables import cleaning
 from fedbilevel.report.page import write_report
@@ -74,6 +78,7 @@ class CleanCommand(StudyCommand):
 @click.option("--num-listed", type=click.IntRange(min=0), default=10, show_default=True, help="suspects to show")
 @click.option("--seed", type=int, default=0, show_default=True, help="seed of the held-out clean samples")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
+@ENGINE_OPTIONS[0]
 @click.option("--resume", is_flag=True, help="continue the run in --out from its last checkpoint")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"
@@ -94,6 +99,7 @@ def clean_command(
     num_listed: int,
     seed: int,
     device: str,
+    engine: Any,
     resume: bool,
     out: Path | None,
     **values: Any,
@@ -104,7 +110,8 @@ def clean_command(
     labels that were checked, or files train.npz and val.npz with the fields image and label. A folder
     of such folders holds several clients. Without folders, labels of built-in data are corrupted.
     """
-    folder = out or terminal.new_folder("clean")
+    group = group_for(engine, device, TIMEOUT)
+    folder = Path(group.told(lambda: str(out or terminal.new_folder("clean"))))
     if resume and out is None:
         raise SettingError("--resume needs the folder of the run to resume: add --out FOLDER.")
     named: dict[str, Any] = {}
@@ -129,7 +136,7 @@ def clean_command(
     settings: dict[str, Any] = {"transition": "own"} if own_noise else {}
     clean_and_show(
         clients, folder, num_listed, detector=detector, features=features, flag=flag, rate=rate, retrain=retrain,
-        num_classes=num_classes, resume=resume, seed=seed, device=torch_device(device),
+        num_classes=num_classes, resume=resume, seed=seed, device=torch_device(device), group=group,
         command=_to_resume(ctx.meta["words"], None if out is not None else folder), **named, **settings,
     )  # fmt: skip
 
@@ -144,23 +151,29 @@ def _to_resume(words: list[str], folder: Path | None) -> str:
 
 
 def clean_and_show(
-    clients: Any, folder: Path, num_listed: int, *, detector: str, command: str | None = None, **how: Any
-) -> None:
+    clients: Any, folder: Path, num_listed: int, *, detector: str, command: str | None = None,
+    group: Group | None = None, **how: Any,
+) -> None:  # fmt: skip
     """Clean labels; print what was found and what it is worth; write files of clients and a page.
 
     command: what resumes the cleaning on the command line, if it can be resumed.
+    group: the processes that clean together, of which one prints and writes; None: this one alone.
     how: keywords of `clean_labels`.
     """
+    group = group or Group()
     with terminal.Bar(detector, ("test_accuracy", "f1")) as bar:
         try:
             found = clean_labels(
-                clients, detector=detector, record=folder, callbacks=[bar],
-                describe=None if command is None else {"command": command}, **how,
+                clients, detector=detector, record=folder, progress=bar.part,
+                describe=None if command is None else {"command": command}, engine=group.engine, **how,
             )  # fmt: skip
         except KeyboardInterrupt:
             said = "Stopped." if command is None else f"Stopped. To resume: {command}"
-            terminal.say(said if Record(folder).checkpoint.exists() else "Stopped before anything was saved.")
+            saved = Record(folder).checkpoint.exists() or Parts(record=folder).begun
+            terminal.say(said if saved else "Stopped before anything was saved.")
             sys.exit(130)
+    if group.rank > 0:
+        return
     for table in cleaning(found, num_listed):
         terminal.console.print(table)
     for text in found.sentences:

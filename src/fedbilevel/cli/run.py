@@ -61,7 +61,7 @@ def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _group(engine: Any, device: str, timeout: float) -> Group:
+def group_for(engine: Any, device: str, timeout: float) -> Group:
     """Return the group of all processes of torchrun, of which only one writes the record."""
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
     if engine == "simulation" and several:
@@ -137,7 +137,7 @@ def run_command(
     plan = {name: given[name] for name in PLAN}
     if plan["num_iterations"] is None and plan["num_rounds"] is None:
         plan["num_iterations"] = kind.iterations(choice.name)
-    group = _group(engine, options["device"], timeout)
+    group = group_for(engine, options["device"], timeout)
     if group.rank == 0:
         choice.say()
     folder = Path(group.told(lambda: str(values["out"] or terminal.new_folder(f"{task}-{choice.name}"))))
@@ -189,7 +189,7 @@ def resume_command(
 
     The engine and the number of ranks may differ from those of the first part.
     """
-    group = _group(engine, "cpu", timeout)
+    group = group_for(engine, "cpu", timeout)
     with group.together():
         config = group.told(Record(path).read_config)
     _check_whole(path, config)
@@ -215,7 +215,7 @@ def resume_command(
         options,
         path,
         resume=True,
-        group=_group(engine, options["device"], timeout),
+        group=group_for(engine, options["device"], timeout),
         timeout=timeout,
         log=log or tuple(config.get("log", ())),
         baseline=config.get("baseline") is True,

@@ -71,6 +71,14 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
+    def part(self, name: str) -> Bar:
+        """Begin with another part of the work, and return the callback for it."""
+        before, self.name, self.figures = self.name, printable(name), ""
+        self.bar.reset(self.task, description=f"{self.name:<12}", cost="", figures="")
+        if not console.is_terminal and self.name != before:
+            say(f"{self.name}: begins")
+        return self
+
     def __call__(self, now: RunProgress) -> None:
         cost = f"{now.rounds} rounds, {now.megabytes:.1f} MB"
         where = f"{now.iteration}/{now.num_iterations}" if now.num_rounds is None else f"{now.iteration}"

@@ -49,6 +49,8 @@ from fedbilevel.federation.clients import HELD, Clients
 from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
+PRIOR = 0.1  # samples that count in every entry of T
+
 
 @dataclass(frozen=True, kw_only=True)
 class Detector(Classifiers):
@@ -85,6 +87,7 @@ class Detector(Classifiers):
         "shared": "x holds the labels of each client's samples, which stay there: use data_cleaning with learn=labels",
         "local": "one classifier is trained by all clients: use a global lower level",
     }
+    estimates_transition: ClassVar[bool] = False  # whether `detect` estimates T; otherwise it follows from x
     num_passes: ClassVar[int] = 0  # outer iterations of `detect`; a detector may have a setting of this name
 
     State = _state.State
@@ -179,14 +182,15 @@ class Detector(Classifiers):
         if step <= first:
             return self.detect(fed, state)
         if step <= first + self.num_fit_rounds:
-            state = state if state.found else state._replace(found=self._estimated(fed, state))
+            state = state if state.found else self._estimated(fed, state)
             return self.stepped(fed, state, step - first)
         return self._guarded(fed, state) if step == self.num_iterations() else state
 
     # ---- estimates and the guard ----------------------------------------------------------------------------------
 
-    def _estimated(self, fed: Federation, state: _state.State) -> dict[str, Any]:
-        """Return the estimated noise rate and the cut at the target of the false-discovery rate."""
+    def _estimated(self, fed: Federation, state: _state.State) -> _state.State:
+        """Return the state with the estimated noise rate, T, and the cut at the target of the
+        false-discovery rate."""
         sums = fed.mean(
             self.odds, x=state.x, weights=state.weights, transition=state.transition, heat=state.heat,
             centre=state.centre, scale=state.scale,
@@ -196,7 +200,13 @@ class Detector(Classifiers):
         scored = bool(state.weights.any())
         cut = discovery_cut(seen, unseen, num - wrong, self.rate) if scored else None
         false = most_false(seen, unseen, num - wrong) if scored else 1.0
-        return {"noise": wrong / num, "num_unseen": float(unseen.sum()), "cut": cut, "most_false": false}
+        sizes = {"num_labels": round(num), "num_flagged": round(float(seen[NUM_BINS // 2 :].sum()))}
+        found = {"noise": wrong / num, "num_unseen": float(unseen.sum()), "cut": cut, "most_false": false, **sizes}
+        if self.estimates_transition:
+            return state._replace(found=found)
+        side = round(math.sqrt(len(state.transition)))
+        counts = sums.counts.double().view(side, side) * fed.num_clients + PRIOR
+        return state._replace(found=found, transition=_rows.rows_normed(counts).flatten().to(state.y.dtype))
 
     @phase
     def odds(
@@ -212,8 +222,9 @@ class Detector(Classifiers):
         """Return numbers of samples by log-odds of a wrong label, and the expected wrong labels.
 
         seen: training samples. unseen: clean samples that no other phase reads, whose label is right.
+        counts: expected samples by true class and given label, unless detection has estimated T.
         """
-        seen, unseen, wrong = [], [], []
+        seen, unseen, wrong, counts = [], [], [], []
         for client, train, held, own, matrix in zip(
             clients.ids.tolist(), clients.samples("train"), self._unread(clients), clients.unpadded(x),
             self.own(clients, transition), strict=True,
@@ -226,7 +237,9 @@ class Detector(Classifiers):
             seen.append(_rows.binned(right, NUM_BINS))
             unseen.append(_rows.binned(safe, NUM_BINS))
             wrong.append((1 - right).sum()[None])
-        return {"seen": torch.stack(seen), "unseen": torch.stack(unseen), "wrong": torch.stack(wrong)}
+            counts.append(_rows.counted(q.log(), train["label"]).flatten())
+        more = {} if self.estimates_transition else {"counts": torch.stack(counts)}
+        return {"seen": torch.stack(seen), "unseen": torch.stack(unseen), "wrong": torch.stack(wrong), **more}
 
     def unseen_scores(self, clients: Clients, client: int, z: Tensor, weights: Tensor) -> Tensor:
         """Return scores of samples that were not used, spread as those of training samples are."""

@@ -78,8 +78,7 @@ class FedNoRo(Detector):
         weights = trained(fed.mean, self.adjusted, state, self.num_warm_rounds, self.fixed_l2())
         found = fed.gather(self.indicators, weights=weights, centre=state.centre, scale=state.scale)
         noisy = (upper_part(scaled_losses(found.losses.double(), found.numbers.double())) > 0.5).to(weights)
-        estimates = {**self._estimated(fed, state), "noisy": [int(one) for one in noisy]}
-        return state._replace(found=estimates)
+        return state._replace(found={"noisy": [int(one) for one in noisy]})
 
     def summed(self, fed: Federation, state: State) -> Any:
         noisy = state.y.new_tensor(state.found["noisy"])
@@ -105,7 +104,8 @@ class FedNoRo(Detector):
     def _guarded(self, fed: Federation, state: State) -> State:
         noisy = state.y.new_tensor(state.found["noisy"])
         x = fed.mean(self.answers, models=state.models, noisy=noisy, **state.units).x
-        return super()._guarded(fed, state._replace(x=x))
+        estimated = self._estimated(fed, state._replace(x=x))  # of the labels that only now are there
+        return super()._guarded(fed, estimated._replace(found={**estimated.found, **state.found}))
 
     def _doubt(self, iteration: int) -> float:
         """Return lambda in an outer iteration."""

@@ -79,6 +79,7 @@ OF_LOGS = 4.0  # scores that are logarithms of probabilities need smaller factor
 @dataclass(frozen=True, kw_only=True)
 class LabelEM(Folds):
     statistics = (*Detector.statistics, "copies")
+    estimates_transition = True
     num_passes: int = setting(8, "outer iterations with new scores", least=1)  # type: ignore[misc]
     num_refinements: int = setting(2, "outer iterations with scores of logistic classifiers, after these", least=0)
     num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)

@@ -1,6 +1,6 @@
 // ---- findings -------------------------------------------------------------------------------------------------------
 
-const DRAWN = { histogram, images, ranking, by_client: byClient };
+const DRAWN = { histogram, images, ranking, matrix, by_client: byClient };
 
 function finding(one, run, place) {
   const made = element(
@@ -104,6 +104,28 @@ function ranking(one, place) {
     ),
   );
   place.append(box);
+}
+
+/* A share for every pair of names; off the diagonal, a larger share has a darker ground. */
+function matrix(one, place) {
+  const off = one.values.flatMap((row, i) => row.filter((_, j) => i !== j)),
+    most = Math.max(...off, Number.MIN_VALUE);
+  const share = (value, i, j) => {
+    const made = element("td", { class: i === j ? "same" : "share" }, `${(100 * value).toFixed(1)} %`);
+    if (i !== j) made.style.setProperty("--share", `${Math.round((60 * value) / most)}%`);
+    return made;
+  };
+  place.append(
+    element(
+      "div",
+      { class: "box" },
+      table(
+        `Rows: ${one.rows}; columns: ${one.columns}`,
+        ["", ...one.names],
+        one.values.map((row, i) => [rowHead(one.names[i]), ...row.map((value, j) => share(number(value), i, j))]),
+      ),
+    ),
+  );
 }
 
 function byClient(one, place, run) {

@@ -207,6 +207,11 @@ _FITS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         all(isinstance(name, str) for name in one["columns"])
         and all(isinstance(row, list) and len(row) == len(one["columns"]) for row in one["rows"])
     ),
+    "matrix": lambda one: (
+        all(isinstance(text, str) for text in (one["rows"], one["columns"], *one["names"]))
+        and len(one["values"]) == len(one["names"])
+        and all(len(row) == len(one["names"]) and all(map(is_number, row)) for row in one["values"])
+    ),
     "by_client": lambda one: all(
         value is None or is_number(value) for some in one["values"].values() for value in some
     ),

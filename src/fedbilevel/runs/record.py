@@ -10,7 +10,8 @@
     run.toml                  the run as a file for `fedbilevel run --config` (command line only)
     baseline.json             the comparison with y trained at a fixed x, if requested
     findings.json             the task's findings at the end (command line only)
-    cleaning.json             the verdict on cleaned labels and its sentences, if labels were cleaned
+    cleaning.json             the verdict on cleaned labels, its sentences, noise rate and transition
+                              matrix, if labels were cleaned
     end.json                  how the run ended (finished, converged, callback, interrupted, budget or
                               failed), after which outer iteration, and why; missing if the process
                               was killed

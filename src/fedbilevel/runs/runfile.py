@@ -40,6 +40,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import tomlkit
 
 from fedbilevel import discovery
+from fedbilevel.detectors.detector import Detector
 from fedbilevel.errors import IgnoredWarning, PlanError, UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
 from fedbilevel.federation.clients import Sampling
@@ -289,7 +290,7 @@ def parts_of(content: Any, place: Place) -> dict[str, Any]:
     settings = made(algorithm, {**suggested, **choice.settings, **without_name(named)})
     return {
         "name": name,
-        "num_iterations": _iterations(content, task, algorithm),
+        "num_iterations": _iterations(content, task, settings),
         "task": {"name": task.name(), **_plain(made(task, without_name(content["task"])).asdict())},
         "algorithm": {"name": algorithm.name(), **_plain(settings.asdict())},
         "options": options,
@@ -298,15 +299,17 @@ def parts_of(content: Any, place: Place) -> dict[str, Any]:
     }
 
 
-def _iterations(content: Mapping[str, Any], task: type[Task], algorithm: type[Algorithm]) -> int:
+def _iterations(content: Mapping[str, Any], task: type[Task], algorithm: Algorithm) -> int:
     """Return the number of outer iterations, by default the number of rounds.
 
-    An outer iteration needs at least one round. Without both numbers, the task suggests one.
+    An outer iteration needs at least one round. Without both numbers, a detector has its own, and
+    otherwise the task suggests one.
     """
     if content.get("num_iterations") is not None:
         check_plain("num_iterations of the plan", content["num_iterations"], "whole", PlanError)
     rounds = content.get("num_rounds")
-    return content.get("num_iterations") or rounds or task.iterations(algorithm.name())
+    own = algorithm.num_iterations() if isinstance(algorithm, Detector) else None
+    return content.get("num_iterations") or rounds or own or task.iterations(algorithm.name())
 
 
 def check_seconds(plan: Any, names: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ from fedbilevel.oracle.population import figures
 from fedbilevel.problem.draws import Stream
 from fedbilevel.problem.problem import Problem
 from fedbilevel.sites.answers import Figures, PhaseReader, form_of, read_figures, read_nothing, sent_rows, stacked
+from fedbilevel.sites.cleaned import handed
 from fedbilevel.sites.exchange import Member, Places
 from fedbilevel.sites.mailbox import Answer, Mailbox
 from fedbilevel.sites.private_server import MakesSums, PrivateServer
@@ -285,10 +286,11 @@ class Sites(PrivateServer):
         self.changed -= done.keys()
 
     def finish(self, state: Any) -> None:
-        """Ask the sites to write the private parts of the solution."""
+        """Ask the sites to write the private parts of the solution, and what follows from them."""
         kept = {part: value.name if isinstance(value := getattr(state, part), Kept) else None for part in ("x", "y")}
-        head, sites = {"kind": "finish", **kept}, self._whole(self._here())
-        done = self._exchange(head, {}, sites, "the end of the run", read_nothing)
+        head, sites = {"kind": "finish", "iteration": self.iteration, **kept}, self._whole(self._here())
+        given = handed(self.settings, state)
+        done = self._exchange(head, given, sites, "the end of the run", read_nothing, charged=False)
         if any(kept.values()):
             self.without_solution = [name for site, name in enumerate(self.names) if site not in done]
 

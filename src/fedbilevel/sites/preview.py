@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fedbilevel.detectors.detector import Detector
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.privacy.accountant import Accountant, Budget
@@ -61,11 +62,14 @@ def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]
     ledger = fed.bill().totals()
     asked = plan.keywords()["cohort"].size(plan.num_clients)  # of all clients, at a time
     rounds, share = ledger["rounds"], lambda paid: paid // num * asked // plan.num_clients * len(plan.numbers(name))
+    totals = {
+        "total_rounds": rounds * plan.num_iterations,
+        "total_bytes": share(ledger["bytes_up"]) * plan.num_iterations,
+    }
     return {
         "rounds_per_iteration": rounds,
         "floats_per_iteration": share(ledger["floats_up"]),
-        "total_rounds": rounds * plan.num_iterations,
-        "total_bytes": share(ledger["bytes_up"]) * plan.num_iterations,
+        **({"varies": True} if isinstance(algorithm, Detector) else totals),  # its outer iterations differ
         "by_phase": {phase: share(paid["floats_up"]) for phase, paid in ledger.phases.items()},
         "stays_here": [
             part

@@ -15,6 +15,7 @@ from fedbilevel.runs.privacy_account import attach
 from fedbilevel.runs.record import Record, shorten
 from fedbilevel.runs.result import Progress
 from fedbilevel.sites.answers import is_free
+from fedbilevel.sites.cleaned import write_verdict
 from fedbilevel.sites.engine import Sites
 from fedbilevel.sites.joining import Weights, joined, waiting_sentence
 from fedbilevel.sites.mailbox import Mailbox, SiteMessage
@@ -93,6 +94,8 @@ def _attempt(
         return "stopped"
     if result.stopped == "failed":
         raise FedBilevelError(fed.suspects.blame(result.iteration) or result.ending.why)
+    if sentence := write_verdict(fed.settings, result, fed.num_clients, record):
+        say({"run": plan.name, "result": sentence})
     if fed.without_solution:
         named = ", ".join(fed.without_solution)
         fix = "resume the run when all sites are there"

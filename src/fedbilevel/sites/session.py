@@ -30,6 +30,7 @@ from fedbilevel.runs.options import torch_device
 from fedbilevel.runs.record import make_folder, write_whole
 from fedbilevel.sites.answers import are_counts
 from fedbilevel.sites.audit import AuditLog
+from fedbilevel.sites.cleaned import labels_of, write_labels
 from fedbilevel.sites.incoming import Incoming
 from fedbilevel.sites.membership import Membership, Papers, fewest_clients
 from fedbilevel.sites.order import Order
@@ -88,6 +89,7 @@ class Session:
         self.order = Order(self.folder, plan_digest(self.plan.asdict()), self.plan.num_iterations, self.policy)
         self.incoming = Incoming(self.algorithm, self.host, self.numbers, self.order, self.policy)
         self.rounds = 0  # phases and measurements since this process joined
+        self.summary = ""  # what a detector found here, for the operator
         self.ran = False  # whether the current message led to a computation
         self.iteration = -1
         self._saved = self._changes()
@@ -275,19 +277,29 @@ class Session:
         self._calls(self.all)
         return {}, {}, {"kind": "load"}
 
-    def finish(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
-        """Write private parts of the solution, for this site alone."""
+    def finish(self, header: Mapping[str, Any], arrays: list[Tensor]) -> Content:
+        """Write private parts of the solution, and what a detector found, for this site alone."""
         names = {part: header.get(part) for part in ("x", "y")}
         found = {part: name for part, name in names.items() if isinstance(name, str) and name in self.host.kept.written}
+        given = self.incoming.values(header, arrays, self.all) if header.get("values") else {}
         tensors: dict[str, Tensor] = {}
         for part, kept in found.items():
             trees = self.host.trees(self.host.kept.own(kept, self.all), upper=part == "x")
+            if given and part == "x":
+                self.summary = self._cleaned(trees, given)
             for number, tree in zip(self.numbers, trees, strict=True):
                 prefix = part if len(self.numbers) == 1 else f"{part}.client{number}"
                 tensors |= {f"{prefix}.{name}": leaf.cpu().contiguous().clone() for name, leaf in tree.items()}
         if tensors:
             write_whole(self.folder / "solution.safetensors", save(tensors))
         return {}, {}, {"kind": "finish"}
+
+    def _cleaned(self, trees: list[dict[str, Tensor]], given: Mapping[str, Any]) -> str:
+        """Write what a detector found about the labels of this site's clients, and return a sentence."""
+        labels = [self.host.data.look(row[None], "train").row(0, ["label"])["label"] for row in self.all]
+        clients = [self.name] if len(self.numbers) == 1 else [f"client {number}" for number in self.numbers]
+        owned = labels_of(self.algorithm, given, clients, [tree["logit"] for tree in trees], labels)
+        return write_labels(self.folder, owned, self.numbers, given["verdict"])
 
     def named(self, header: Mapping[str, Any]) -> dict[str, Any]:
         """Return the phase and outer iteration of a message for the site's status, if they are

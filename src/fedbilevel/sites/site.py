@@ -12,6 +12,7 @@ Files in its folder:
     runs/NAME/version-K   memory and private values after outer iteration K, the last two
     runs/NAME/order.json  the latest outer iteration, and how many were repeated, see `order`
     runs/NAME/solution    private parts of the solution
+    runs/NAME/suspects    labels of the site after a detector, see `cleaned`; cleaning: the estimates
 
 An answer carries the turn of its message. A site refuses a message of an earlier turn than the last
 one answered: the server has given up on it, and carrying it out now would spoil what has been
@@ -168,6 +169,9 @@ class Site:
             )
         self._status.write(state="computing", **session.named(header))
         content = answers[kind](header, arrays)
+        if kind == "finish" and session.summary:
+            log.info("%s: %s", session.plan.name, session.summary)
+            self._status.write(summary=session.summary)
         return self._sent(content, state="finished" if kind == "finish" else "idle")
 
     def _joined(self, before: Session | None, header: Mapping[str, Any]) -> Session:
@@ -192,6 +196,7 @@ class Site:
             max_rounds=settings.policy.max_rounds,
             rounds_total=self.audit.rounds,
             last_error=None,
+            summary=None,
             **session.spending.figures(),
         )
         return session

@@ -33,6 +33,7 @@ class StatusFile:
             "max_rounds": None,
             "norms": {},
             "last_error": None,
+            "summary": None,
             **facts,
             "started": time.time(),
             "pid": os.getpid(),

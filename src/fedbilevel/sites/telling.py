@@ -35,6 +35,7 @@ def rows(view: View, kit: Path) -> Rows:
     found: Rows = [
         ("Connection", [connection(view)]),
         ("Run", [run(view)]),
+        *([("Labels", [str(summary)])] if (summary := view.status.get("summary")) else []),
         ("What left", left(view)),
         ("Budget", [budget(view)]),
         (WAITING, [waiting(one, kit) for one in view.pending] or ["nothing"]),
@@ -137,11 +138,22 @@ def _leaving(leaves: Mapping[str, Any]) -> Rows:
     each = [f"{name}: {number} numbers" for name, number in sending if number]
     privacy = leaves.get("privacy")
     figures = "a row of figures at every measurement" if privacy is None else "no figures: they have no noise"
+    when, times, much = (
+        "in each outer iteration",
+        f"{often} in each outer iteration, {total} in all",
+        f", {sent} in all",
+    )
+    if leaves.get("varies"):  # a detector has other phases later, and ends some of them early
+        when, times = (
+            "in the first outer iteration",
+            f"{often} in the first outer iteration, and later as many as needed",
+        )
+        much = ", and later sums of the same kinds and models"
     return [
-        ("Leaves", ["in each outer iteration, by phase:", *each]),
+        ("Leaves", [f"{when}, by phase:", *each]),
         *([("Privacy", [str(privacy).removeprefix("privacy: ")])] if privacy is not None else []),
-        ("How often", [f"{often} in each outer iteration, {total} in all", figures]),
-        ("How much", [f"{numbers} numbers in each outer iteration, {sent} in all"]),
+        ("How often", [times, figures]),
+        ("How much", [f"{numbers} numbers {when}{much}"]),
         ("Stays here", ["the data", *(f"{part} of the solution" for part in stays or [])]),
     ]
 

@@ -165,7 +165,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "time": is_number,
     **dict.fromkeys(_COUNTS, is_count),
     **dict.fromkeys(("epsilon", "max_epsilon"), is_number),
-    **dict.fromkeys(("job", "run", "digest", "state", "phase"), _is_text),
+    **dict.fromkeys(("job", "run", "digest", "state", "phase", "summary"), _is_text),
     "norms": lambda value: isinstance(value, dict) and all(one is None or is_number(one) for one in value.values()),
     "last_error": _is_error,
 }
@@ -274,6 +274,8 @@ class Follower:
             where = f" at outer iteration {self._iteration} of {num_iterations}" if self._iteration is not None else ""
             how = f"ended{where}, not finished (stopped, or a fault)," if now.state == "interrupted" else now.state
             said.append(f"{now.run}: {how} after {paid}")
+            if now.state == "finished" and (summary := now.status.get("summary")):
+                said.append(f"{now.run}: {summary}")
         return said
 
 

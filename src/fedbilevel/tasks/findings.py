@@ -7,6 +7,7 @@ Every finding has a `kind`, a `title` and a sentence `about` it:
                 base64 of 8-bit grey or RGB, row by row, facts {name: number, word or flag}
     ranking     columns (names), rows (one number, word or flag per column), best first
     by_client   values: {name: one number per client, or None for a client without a number}
+    matrix      rows (what their names are), columns (the same), names, values (a share for every pair)
 """
 
 from __future__ import annotations
@@ -65,6 +66,24 @@ def by_client(title: str, about: str, values: Mapping[str, Sequence[float | None
         "title": title,
         "about": about,
         "values": {name: list(some) for name, some in values.items()},
+    }
+
+
+def matrix(
+    title: str, about: str, names: Sequence[str], values: Sequence[Sequence[float]], *, rows: str, columns: str
+) -> Finding:
+    """Show a share for every pair of names.
+
+    rows, columns: what the names stand for there.
+    """
+    return {
+        "kind": "matrix",
+        "title": title,
+        "about": about,
+        "rows": rows,
+        "columns": columns,
+        "names": list(names),
+        "values": [[float(value) for value in row] for row in values],
     }
 
 

@@ -44,6 +44,8 @@ def resume(kit: Path, run: str, say: Callable[[dict[str, Any]], None], **options
                 and progress.get("job") in entry["jobs"]
                 and not progress.get("warning")
             ):
+                if progress.get("result"):
+                    options.get("notice", lambda _: None)(progress["result"])
                 return "finished"
             if progress.get("warning"):
                 break
@@ -180,8 +182,9 @@ class Follow:
         if outcome == "failed":
             self._give_up(why, "failed")
         if outcome == "finished" or (outcome == "stopped" and why != REJOIN):
-            if look.progress.get("warning"):
-                self._notice(look.progress["warning"])
+            for told in ("result", "warning"):
+                if look.progress.get(told):
+                    self._notice(look.progress[told])
             return str(outcome)
         if look.status == "FINISHED:ABORTED":
             self._notice("the job was ended through FLARE itself.")

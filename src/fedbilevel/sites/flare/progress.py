@@ -26,6 +26,7 @@ class ProgressFile:
             "why": "",
             "waiting": "",
             "warning": "",
+            "result": "",
             "count": 0,
         }
         self._latest: deque[dict[str, Any]] = deque(maxlen=KEPT)
@@ -33,8 +34,11 @@ class ProgressFile:
 
     def say(self, progress: dict[str, Any]) -> None:
         with self._lock:
-            if "waiting" in progress or "warning" in progress:
-                self._content |= {name: progress[name] for name in ("waiting", "warning") if name in progress}
+            told: dict[str, Any] = {
+                name: progress[name] for name in ("waiting", "warning", "result") if name in progress
+            }
+            if told:
+                self._content |= told
             else:
                 self._content |= {"waiting": "", "count": self._content["count"] + 1}
                 self._latest.append(progress)
