@@ -439,12 +439,16 @@ def test_further_repetitions_extend_a_record_as_if_all_had_run_at_once(small, tm
 
 def test_extended_values_keep_the_numbers_of_repetitions_that_failed():
     figure = {"mean": 2.0, "deviation": 0.0, "runs": 1}
-    entry = {"settings": "a", "commit": "b", "machine": "c", "time": "d", "seconds": 1.0, "figures": {"f": figure}}
+    entry = {"settings": "a", "commit": "b", "machine": "c, 2 cores", "time": "d", "seconds": 1.0}
+    entry["figures"] = {"f": figure}
     before = {**entry, "repetitions": 2, "values": [2.0], "repeated": [1]}
     now = {**entry, "repetitions": 3, "values": [4.0, 6.0], "repeated": [0, 2]}
+    now["commit"] = "a, b"
     now["figures"] = {"f": {"mean": 5.0, "deviation": math.sqrt(2), "runs": 2}}
     found = extension.joined(before, now)
     assert (found["values"], found["repeated"], found["repetitions"]) == ([2.0, 4.0, 6.0], [1, 2, 4], 5)
+    assert (found["commit"], found["machine"]) == ("a, b", "c, 2 cores")
+    assert extension.joined(before, {**now, "machine": "d"})["machine"] == "c, 2 cores, d"
     assert found["figures"]["f"] == pytest.approx({"mean": 4.0, "deviation": 2.0, "runs": 3})
 
 

@@ -42,12 +42,13 @@ def extends(experiment: Experiment, jobs: Sequence[Job]) -> bool:
 
 def joined(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entry of all repetitions from the recorded entry and the entry of further ones."""
-    names = {part: sorted({*_listed(before[part]), *_listed(now[part])}) for part in ("commit", "machine")}
     together = {
-        **{part: ", ".join(own) for part, own in names.items()},
-        **{part: before[part] + now[part] for part in ("repetitions", "seconds")},
         "settings": now["settings"],
+        "repetitions": before["repetitions"] + now["repetitions"],
+        "commit": ", ".join(sorted({*before["commit"].split(", "), *now["commit"].split(", ")})),
+        "machine": _named(before["machine"], now["machine"]),
         "time": max(before["time"], now["time"]),
+        "seconds": before["seconds"] + now["seconds"],
         "figures": {
             name: _pooled([own["figures"][name] for own in (before, now) if name in own["figures"]])
             for name in (*before["figures"], *(name for name in now["figures"] if name not in before["figures"]))
@@ -64,8 +65,9 @@ def joined(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     return together
 
 
-def _listed(text: str) -> list[str]:
-    return text.split(", ")
+def _named(machines: str, further: str) -> str:
+    """Return names of machines, which may have commas of their own, each once."""
+    return machines if further in machines else f"{machines}, {further}"
 
 
 def _pooled(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
