@@ -22,7 +22,7 @@ images is for validation, which the benchmark does not have.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +39,8 @@ from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.personal_rivals import whole_network
+from fedbilevel.tasks.rival import Rival, with_validation
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 _KERNELS = {8: (3, 2), 28: (5, 5)}  # by the side of an image
@@ -114,6 +116,11 @@ class Classification(Task):
             ),
             name="classification",
         )
+
+    def rivals(self) -> Mapping[str, Rival]:
+        """Return FedAvg and FedAdam at the initial weight decay, tuned and then on all samples together."""
+        built = self.build()
+        return whole_network("at the initial weight decay", *built, with_validation(built.clients))
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")

@@ -47,7 +47,7 @@ a setting, because the paper gives neither.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -62,8 +62,10 @@ from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.alphabets import dealt
 from fedbilevel.tasks.findings import Finding, accuracies
+from fedbilevel.tasks.fixed_task_rivals import Backbone, fixed_task_rivals
 from fedbilevel.tasks.hyper_representation import ACTIVATIONS
 from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.rival import Rival
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 _LENGTH = 4.0  # the largest root mean square norm of features over the images of a sample
@@ -203,6 +205,16 @@ class FewShot(Task):
             metrics=_metrics,
             name="few_shot",
         )
+
+    def rivals(self) -> Mapping[str, Rival]:
+        """Return ProtoNet, ANIL, and a classifier of all characters whose features get new heads."""
+        built = self.build()
+        (num_pixels,) = built.clients[0]["train"]["image"].shape[3:]
+        side = math.isqrt(num_pixels)
+        assert isinstance(built.problem.x0, Mapping)
+        features = self._features(side, _SIZES[side].num_layers)
+        backbone = Backbone(features, built.problem.x0, self.num_shots, _LENGTH)
+        return fixed_task_rivals(backbone, built.clients, _metrics, self.data_seed)
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         """Return the accuracy of the clients' own heads on their own queries."""
