@@ -237,6 +237,21 @@ def test_few_shot_rivals_measure_heads_of_numpy_on_own_and_on_held_out_tasks(nam
     assert figures["lower_loss"] == pytest.approx(losses.mean(), rel=1e-8)
 
 
+def test_the_guarded_answer_to_fixed_tasks_is_the_one_with_most_right_answers_on_held_out_episodes():
+    """The bilevel run begins at ProtoNet's network, and has the figures of a run from there."""
+    found = fb.guarded(TASKS, num_rounds=3)
+    rival = TASKS.rivals()["prototypes"]
+    plain = run_rival(rival, num_rounds=3, measure_every=3)
+    assert list(found.contenders) == [*TASKS.rivals(), "bilevel"]
+    begun = dataclasses.replace(TASKS.build().problem, **rival.start(plain.chosen, plain.result))
+    alone = fb.solve(begun, TASKS.build().clients, "self_tuned", num_rounds=3, residuals=False, measure_every=3)
+    reached = {name: one.figures["validation_accuracy"] for name, one in found.contenders.items()}
+    assert reached["bilevel"] == alone.final["validation_accuracy"]
+    assert found.figures["validation_accuracy"] in reached.values()
+    best = max(reached[name] for name in TASKS.rivals())
+    assert found.share == 1 or found.figures["validation_accuracy"] == best
+
+
 # ---- in a comparison -------------------------------------------------------------------------------------------------
 
 

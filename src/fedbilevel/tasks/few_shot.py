@@ -65,7 +65,7 @@ from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.fixed_task_rivals import Backbone, fixed_task_rivals
 from fedbilevel.tasks.hyper_representation import ACTIVATIONS
 from fedbilevel.tasks.initial import uniform
-from fedbilevel.tasks.rival import Rival
+from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 _LENGTH = 4.0  # the largest root mean square norm of features over the images of a sample
@@ -130,6 +130,7 @@ class FewShot(Task):
         "distbioacc": _ACCELERATED,
     }
     suggested_iterations = {"*": 40, "distbio": 200, "distbioacc": 200}
+    judge = ("held_out", "validation_right", "validation_answers")
     avoid = (
         "a metric is enough for the tasks, or episodes can be drawn anew (few_shot_episodes): on the digits of "
         "`worth`, ProtoNet has 71.0 % and `self_tuned` has 67.4 %"
@@ -219,6 +220,10 @@ class FewShot(Task):
         features = self._features(side, _SIZES[side].num_layers)
         backbone = Backbone(features, built.problem.x0, self.num_shots, _LENGTH)
         return fixed_task_rivals(backbone, built.clients, _metrics, self.data_seed)
+
+    def refits(self, problem: Problem, clients: Any, x: Any) -> Mapping[str, Way]:
+        """Return none: held-out episodes judge the backbone, and each finds a head of its own."""
+        return {}
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         """Return the accuracy of the clients' own heads on their own queries."""

@@ -74,7 +74,10 @@ def as_episodes(clients: Sequence[Holdings]) -> list[dict[str, Any]]:
 
 
 def fixed_task_rivals(backbone: Backbone, clients: Sequence[Holdings], metrics: Any, seed: int) -> dict[str, Rival]:
-    """Return the rivals, each tuned by three trials on the held-out episodes of the validation part."""
+    """Return the rivals, each tuned by three trials on the held-out episodes of the validation part.
+
+    A bilevel run can begin at ProtoNet's network.
+    """
     own = as_episodes(clients)
     known = np.unique(np.concatenate([client["train"]["character"].ravel() for client in own]))
     for client in own:
@@ -104,11 +107,13 @@ def fixed_task_rivals(backbone: Backbone, clients: Sequence[Holdings], metrics: 
         logits = z @ y["head.weight"].mT + y["head.bias"]
         return cross_entropy(logits.mT, batch["label"].flatten(1), reduction="none").mean(1)
 
+    prototypes = rival(
+        "prototypes", "ProtoNet: nearest mean of the support, trained on the tasks",
+        lambda x, y, z: x["factor"] * episodes.prototypes(z), {},
+    )  # fmt: skip
+    begun = lambda label, run: {"x0": {name: leaf.detach().cpu().clone() for name, leaf in run.y.items()}}
     return {
-        "prototypes": rival(
-            "prototypes", "ProtoNet: nearest mean of the support, trained on the tasks",
-            lambda x, y, z: x["factor"] * episodes.prototypes(z), {},
-        ),
+        "prototypes": prototypes._replace(start=begun),
         "anil": rival(
             "anil", "ANIL: gradient steps of a head on the support, trained through them",
             lambda x, y, z: episodes.adapted(z, y["head.weight"], y["head.bias"], x["step"], _NUM_STEPS),
