@@ -105,6 +105,14 @@ def test_rivals_of_cleaning_read_random_features_and_labels_without_truth():
     assert "test_accuracy" in found.figures
 
 
+def test_a_guarded_answer_takes_weights_of_clients_of_unequal_sizes():
+    task = dataclasses.replace(CLEANING, num_train=None, partition="dirichlet", test_share=0.8)
+    assert len({len(client["train"]["label"]) for client in task.build().clients}) > 1
+    found = fb.guarded(task, num_rounds=2)
+    assert list(found.contenders) == [*task.rivals(), "bilevel"]
+    assert found.share in (0, 1)
+
+
 # ---- networks that all clients train ---------------------------------------------------------------------------------
 
 
