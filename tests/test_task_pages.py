@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,24 @@ def test_every_page_says_when_not_to_use_the_task(name):
     page = task_pages.page(name)
     assert f"Do not use this when {kind.avoid}." in page
     assert f"]({name}.md)" in task_pages.index()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("hyper_representation", {"fedadam": "FedAdam", "self-tuned": "`self_tuned`"}),
+        ("few_shot", {"prototypes": "ProtoNet", "self-tuned": "`self_tuned`"}),
+        ("classification", {"fedadam": "FedAdam", "self-tuned": "`self_tuned`"}),
+    ],
+)
+def test_numbers_in_the_warning_of_a_task_are_those_of_its_record(name, rows):
+    [panel] = task_pages.panels(task_pages.worth())[name]
+    record = task_pages.worth().content["result"][panel]
+    shown = [f"{said} has {100 * record[row]['figures']['figure']['mean']:.1f} %" for row, said in rows.items()]
+    avoid = discovery.task(name).avoid
+    assert all(one in avoid for one in shown), (shown, avoid)
+    assert len(re.findall(r"\d+\.\d %", avoid)) == len(rows)
+    assert {len(record[row]["values"]) for row in rows} == {5}
 
 
 def test_accuracies_of_few_shot_episodes_are_those_of_the_record():

@@ -14,7 +14,7 @@ from typing import Any
 from fedbilevel import discovery
 from fedbilevel.report.tables import panel_table
 from fedbilevel.studies.experiment import Experiment, read
-from fedbilevel.studies.verdicts import Verdict, judges, lower, recorded_values, verdicts
+from fedbilevel.studies.verdicts import Verdict, judges, lower, plain_ways, recorded_values, verdicts
 from website.algorithm_pages import settings_table
 
 NOT_RUN = "This panel has no recorded results yet."
@@ -66,7 +66,7 @@ def _numbers(name: str, experiment: Experiment) -> list[str]:
     for panel in panels(experiment)[name]:
         own = {row: statistics.fmean(some.values()) for (place, row), some in values.items() if place == panel and some}
         best = min if lower(experiment, panel) else max
-        ours, theirs = ([row for row in own if (row in judges(experiment)) == side] for side in (True, False))
+        ours, theirs = [row for row in own if row in judges(experiment)], plain_ways(experiment, own)
         if ours and theirs:
             mine, rival = best(ours, key=own.__getitem__), best(theirs, key=own.__getitem__)
             found.append(_sentence(experiment, panel, mine, rival, judged[panel, rival, mine]))

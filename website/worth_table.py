@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedbilevel.studies.experiment import Experiment
-from fedbilevel.studies.verdicts import Values, judges, lower, paired, recorded_values, verdict
+from fedbilevel.studies.verdicts import Values, lower, paired, plain_ways, recorded_values, verdict
 from website.task_pages import worth
 
 MARKER = "<!-- worth of every task -->"
@@ -32,7 +32,7 @@ def table(experiment: Experiment | None = None) -> str:
     for panel in experiment.content["panels"]:
         rows = {row: some for (place, row), some in values.items() if place == panel}
         ours = next((row for row in _OURS if row in rows), None)
-        if ours is not None and set(rows) - set(judges(experiment)):
+        if ours is not None and plain_ways(experiment, rows):
             lines.append(_line(experiment, panel, ours, rows))
     return "\n".join(lines)
 
@@ -51,7 +51,7 @@ def current(experiment: Experiment) -> dict[tuple[str, str], Values]:
 def _line(experiment: Experiment, panel: str, ours: str, rows: Mapping[str, Values]) -> str:
     """Return a line of the table; differences are over the repetitions that both rows have."""
     falls = lower(experiment, panel)
-    pairs = {row: paired(rows[ours], some) for row, some in rows.items() if row not in judges(experiment)}
+    pairs = {row: paired(rows[ours], rows[row]) for row in plain_ways(experiment, rows)}
     found = {row: verdict(*zip(*some, strict=True), lower_is_better=falls) for row, some in pairs.items() if some}
     # the rival to which the least is gained
     best = (max if falls else min)(found, key=lambda row: found[row].difference)

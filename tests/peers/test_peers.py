@@ -30,6 +30,7 @@ from fedbilevel.peers.wire import SKETCH
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
+from fedbilevel.tasks.few_shot_episodes import FewShotEpisodes
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.quadratic import Quadratic
@@ -114,6 +115,27 @@ def test_synchronous_peers_equal_the_simulator_bit_for_bit(tmp_path, algorithm, 
     check_same(threads, reference)
     for name, total in reference.ledger.items():
         assert (max if name == "rounds" else sum)(result.ledger[name] for result in results) == total, name
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ({**HGP, "minibatches": "shared"}, {"averaging": {"num_steps": 2}}),
+        ({"name": "sparkle"}, {"network": {"kind": "ring"}}),
+    ],
+    ids=["hgp", "sparkle"],
+)
+def test_random_numbers_of_samples_are_those_of_the_simulator_at_every_peer(tmp_path, algorithm, options):
+    """Batches are whole, so that the episodes that the losses draw are all that the seed decides."""
+    task = FewShotEpisodes(num_clients=3, num_episodes=1, num_queries=2, num_held_out=2, num_filters=2)
+    built = task.build()
+    assert built.problem.draws
+    threads = Threads(tmp_path, content(algorithm, task, options={**options, "seed": 5}), built.clients)
+    threads.run()
+    reference = simulated(threads, built)
+    check_same(threads, reference)
+    threads.plan = plan_of(content(algorithm, task, options={**options, "seed": 6}), 3)
+    assert not torch.equal(simulated(threads, built).state.x, reference.state.x)
 
 
 @pytest.mark.parametrize(

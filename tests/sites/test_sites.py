@@ -121,6 +121,27 @@ def test_private_weights_stay_at_their_sites_and_are_those_of_the_simulator(tmp_
         assert all(len(own["x.logit"]) not in array["shape"] for array in sent)
 
 
+EPISODES = {
+    "name": "few_shot_episodes", "num_episodes": 1, "num_queries": 2, "num_held_out": 2, "num_filters": 2,
+}  # fmt: skip
+
+
+def test_random_numbers_of_samples_are_those_of_the_simulator_at_every_site(tmp_path):
+    """Batches are whole, so that the episodes that the losses draw are all that the seed decides."""
+    federation = Loopback(tmp_path)
+    algorithm = {"name": "adasimfbo", "num_local_steps": 2, "lr_upper": 0.02}
+    options = {"seed": 5, "dtype": "float64", "strategy": "loop"}
+    plan = federation.plan(algorithm, {**EPISODES, "num_clients": 3}, options=options)
+    assert plan_of(plan).built_task().build().problem.draws
+    assert federation.serve(plan) == "finished"
+    result, wanted = simulated(plan, tmp_path / "simulated")
+    found, _ = federation.record.load()
+    assert {part: far for part, far in differences(found, wanted).items() if far} == {}
+    assert federation.record.rows()[-1]["test_accuracy"] == result.final["test_accuracy"]
+    other = simulated({**plan, "options": {**options, "seed": 6}}, tmp_path / "other")[1]
+    assert not torch.equal(other["state.x"], wanted["state.x"])
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 KEEPS = [

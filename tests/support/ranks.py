@@ -80,6 +80,22 @@ def with_figures() -> Built:
     return Built(dataclasses.replace(built.problem, **figures), built.clients)
 
 
+def drawn() -> Built:
+    """Losses with random numbers of every sample, drawn anew for every batch."""
+    built = quadratic(client_weights="by_samples")
+
+    def disturbed(loss: Any) -> Any:
+        def of(x: Any, y: Any, batch: Any) -> torch.Tensor:
+            numbers = batch["draw"].prod(-1) if "draw" in batch else torch.full_like(batch["weight"], 0.25)
+            return loss(x, y, batch) + (batch["weight"] * numbers).sum() * (y["y"] - 1).square().sum()
+
+        return of
+
+    changed = {"upper": disturbed(built.problem.upper), "lower": disturbed(built.problem.lower)}
+    problem = dataclasses.replace(built.problem, **changed, draws={"train": 2, "val": 3})
+    return built._replace(problem=problem)
+
+
 def cleaning() -> Built:
     """Private weights, one per sample, of unequal number."""
     built = DataCleaning(num_clients=NUM, num_clean=4, test_share=0.9).build()
@@ -107,6 +123,16 @@ NOISY = {"batch_size": 2, "seed": 5}
 SHUFFLED = {"ids": (3, 0, 6, 1, 5, 2, 4)}
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "fedbio": (FedBiO(num_local_steps=(1, 3, 2, 2, 1, 3, 2)), with_figures, NOISY),
+    "drawn": (
+        FedBiO(num_local_steps=(1, 3, 2, 2, 1, 3, 2)),
+        drawn,
+        {**NOISY, **SHUFFLED, "cohort": Cohort(0.6)},
+    ),
+    "drawn_peers": (
+        HGP(num_terms=2, num_lower_steps=2, lr_lower=0.05, lr_system=0.05),
+        drawn,
+        {**NOISY, "network": DIRECTED},
+    ),
     "auto": (
         FedBiO(lr_upper="auto", lr_lower="auto", lr_system="auto", num_local_steps=2),
         lambda: quadratic(upper="private"),

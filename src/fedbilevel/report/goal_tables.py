@@ -17,7 +17,9 @@ def table(experiments: Sequence[Experiment]) -> str:
         "## Goals",
         "",
         "A goal is open where a record is missing. "
-        "The case is the record that is farthest beyond the bound, or nearest to it.",
+        "The case is the record that is farthest beyond the bound, or nearest to it. "
+        "Where rows are paired, it is the plain way to which our row loses most or gains least, with the verdict, "
+        "the difference and its 95 % interval; the repetitions are the fewest that two rows have in common.",
         "",
         "| experiment | goal | verdict | case | repetitions |",
         "|---|---|---|---|---|",
@@ -32,9 +34,13 @@ def _line(experiment: Experiment, goal: Goal) -> str:
     parts = []
     if case is not None:
         place = "all runs" if case.panel == "all" else f"{case.panel}, {case.row}"
-        parts.append(f"{place}: {shown(case.value)} (bound {shown(case.bound)})")
+        found = f"{place}: {shown(case.value)} (bound {shown(case.bound)})"
+        if case.verdict is not None:
+            found = f"{place} against {case.against}: {case.verdict.shown(scale)}"
+        parts.append(found)
     failed = sum(not one.is_met for one in goal.cases)
-    parts += [f"{failed} of {len(goal.cases)} records"] if failed > 1 else []
+    kind = "pairs" if case is not None and case.verdict is not None else "records"
+    parts += [f"{failed} of {len(goal.cases)} {kind}"] if failed > 1 else []
     parts += [f"no record of {'; '.join(goal.missing[:3])}{' ...' * (len(goal.missing) > 3)}"] if goal.missing else []
     parts += ["nothing recorded"] if not parts else []
     least = min((one.repetitions for one in goal.cases), default=0)

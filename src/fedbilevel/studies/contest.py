@@ -198,7 +198,8 @@ def _refitted(way: Way, options: Mapping[str, Any]) -> Result:
 def _common(x: Any) -> dict[str, Any] | None:
     """Return the x of all clients, or None if private blocks differ."""
     first, *others = [x] if isinstance(x, Mapping) else x
-    same = all(torch.allclose(one[name], leaf) for one in others for name, leaf in first.items())
+    alike = lambda one, leaf: one.shape == leaf.shape and torch.allclose(one, leaf)
+    same = all(alike(one[name], leaf) for one in others for name, leaf in first.items())
     return {name: leaf.detach().cpu().clone() for name, leaf in first.items()} if same else None
 
 

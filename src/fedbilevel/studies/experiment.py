@@ -14,7 +14,8 @@ The file states the runs, the figures that the paper printed, and the last recor
     [plot]                  x and y of the lines, and which axes are logarithmic;
                             kind = "points" for prediction against truth
     [verdict]               rows and figure: whether each of these rows wins, ties or loses against the
-                            other rows, by that figure over repetitions (studies/verdicts.py)
+                            other rows, by that figure over repetitions (studies/verdicts.py);
+                            `bilevel`: further rows that are no plain way
     [goals.G]               bounds that recorded figures meet or do not meet (studies/goals.py)
     extends, select         an experiment to start from, and which of its panels and rows:
                             select = {panels = [...], rows = [...]}

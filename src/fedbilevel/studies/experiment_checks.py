@@ -47,7 +47,9 @@ _ROW = {
 }
 _ITEM = {"panels": "names", "rows": "names", "repetitions": "whole", "differs": "text"}
 _PLOT = {"x": "text", "y": "text", "log": "names", "kind": "text"}
-_VERDICT = {"rows": "names", "figure": "text"}
+_VERDICT = {"rows": "names", "figure": "text", "bilevel": "names"}
+_PAIRED = ("wins", "never loses")  # what a goal may ask of paired differences
+_BOUNDS = ("least", "most", "than", "than_figure", "verdict")
 _GOAL = {
     "title": "text",
     "figure": "text",
@@ -60,6 +62,7 @@ _GOAL = {
     "lower": "flag",
     "within": "number",
     "pooled": "flag",
+    "verdict": "text",
 }
 _QUICK = {"repetitions": "whole", "rows": "names", "panels": "names", "settings": "table"}
 _SELECT = {"panels": "names", "rows": "names"}
@@ -118,16 +121,19 @@ def check_names(path: Path, content: Tree) -> None:
             f"{path}: plot is {plot}, expected x and y, kind = 'lines' or 'points', and log with 'x', 'y' or both."
         )
     judged = content.get("verdict", {})
-    if judged and set(judged) != set(_VERDICT):
+    if judged and not {"rows", "figure"} <= set(judged):
         raise ExperimentError(f"{path}: verdict is {judged}, expected rows and a figure.")
-    among(path, "verdict.rows", judged.get("rows", []), content["rows"])
+    for key in ("rows", "bilevel"):
+        among(path, f"verdict.{key}", judged.get(key, []), content["rows"])
     among(path, "verdict.figure", [judged["figure"]] if judged else [], content["figures"])
     for name, one in content.get("goals", {}).items():
-        if not {"title", "figure"} <= {*one} or len({"least", "most", "than", "than_figure"} & {*one}) != 1:
+        if not {"title", "figure"} <= {*one} or len({*_BOUNDS} & {*one}) != 1:
             raise ExperimentError(
-                f"{path}: goals.{name} has {', '.join(one) or 'nothing'}, expected title, figure, and one of least, "
-                "most, than and than_figure."
+                f"{path}: goals.{name} has {', '.join(one) or 'nothing'}, expected title, figure, and one of "
+                f"{', '.join(_BOUNDS[:-1])} and {_BOUNDS[-1]}."
             )
+        if "verdict" in one:
+            _check_paired(path, name, one, judged.get("figure"))
         for key in ("rows", "panels"):
             among(path, f"goals.{name}.{key}", one.get(key, ()), content[key])
         among(path, f"goals.{name}.than", [one["than"]] if "than" in one else [], content["rows"])
@@ -148,6 +154,17 @@ def check_names(path: Path, content: Tree) -> None:
         among(path, part, content.get(part, ()), panels)
         for panel, given in content.get(part, {}).items():
             among(path, f"{part}.{panel}", given, rows)
+
+
+def _check_paired(path: Path, name: str, one: Mapping[str, Any], figure: str | None) -> None:
+    """Check a goal that is judged by paired differences."""
+    among(path, f"goals.{name}.verdict", [one["verdict"]], _PAIRED)
+    others = {"lower", "within", "pooled"} & {*one}
+    if not one.get("rows") or one["figure"] != figure or others:
+        raise ExperimentError(
+            f"{path}: goals.{name} has {', '.join(one)} with the figure {one['figure']!r}, expected rows, the figure "
+            f"of [verdict] ({figure!r}), and no lower, within or pooled beside verdict."
+        )
 
 
 def _kinds(path: Path, where: str, given: Any, allowed: Mapping[str, str]) -> None:

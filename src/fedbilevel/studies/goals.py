@@ -10,22 +10,31 @@
                             and below change places
       pooled                true: the mean over the runs of all records is bounded, not each record;
                             runs without the figure do not count
+      verdict               "wins" or "never loses", in place of a bound: in every panel, the first of
+                            `rows` that the panel has, against each plain way of the panel, by the
+                            paired difference and its interval (studies/verdicts.py); the figure is
+                            that of [verdict], and a tie is no win and no loss
 
 A goal is met if all its records are there and within the bound, not met if a record is not, and open
 otherwise. Figures are means over repetitions; the number of repetitions stands beside the verdict.
+Rows that are paired have a verdict from two common repetitions on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedbilevel.studies.experiment import Experiment
+from fedbilevel.studies.verdicts import Verdict, lower, paired, plain_ways, recorded_values, verdict
 
 
 class Case(NamedTuple):
-    """One record against its bound; margin: how far it is on the good side."""
+    """One record against its bound; margin: how far it is on the good side.
+
+    against, verdict: the plain way with which the record is paired, and what their differences say.
+    """
 
     panel: str
     row: str
@@ -34,6 +43,8 @@ class Case(NamedTuple):
     repetitions: int
     is_met: bool
     margin: float
+    against: str = ""
+    verdict: Verdict | None = None
 
 
 class Goal(NamedTuple):
@@ -59,7 +70,42 @@ class Goal(NamedTuple):
 
 def goals(experiment: Experiment) -> list[Goal]:
     """Return the goals of the experiment's file, judged by its records."""
-    return [_goal(experiment, name, one) for name, one in experiment.content.get("goals", {}).items()]
+    return [
+        (_paired_goal if "verdict" in one else _goal)(experiment, name, one)
+        for name, one in experiment.content.get("goals", {}).items()
+    ]
+
+
+def _paired_goal(experiment: Experiment, name: str, one: Mapping[str, Any]) -> Goal:
+    """Judge the first of the goal's rows in every panel against all plain ways of the panel."""
+    values = recorded_values(experiment)
+    cases, missing = [], []
+    for panel in one.get("panels", experiment.content["panels"]):
+        has = [row for _, row in experiment.places(panels=[panel])]
+        ours = next((row for row in one["rows"] if row in has), None)
+        if ours is None:
+            missing.append(f"{panel}, {one['rows'][0]}")
+            continue
+        for row in plain_ways(experiment, has):
+            pairs = paired(values.get((panel, ours), {}), values.get((panel, row), {}))
+            if len(pairs) > 1:
+                cases.append(_paired_case(experiment, one["verdict"], (panel, ours, row), pairs))
+            else:  # the records lack a row, or have one repetition of both
+                missing.append(f"{panel}, {row if (panel, ours) in values else ours}")
+    return Goal(name, one["title"], one["figure"], cases, list(dict.fromkeys(missing)))
+
+
+def _paired_case(
+    experiment: Experiment, asked: str, place: tuple[str, str, str], pairs: Sequence[tuple[float, float]]
+) -> Case:
+    panel, ours, row = place
+    mine, theirs = zip(*pairs, strict=True)
+    falls = lower(experiment, panel)
+    found = verdict(mine, theirs, lower_is_better=falls)
+    is_met = found.word == "wins" if asked == "wins" else found.word != "loses"
+    margin = -found.difference if falls else found.difference
+    means = math.fsum(mine) / len(mine), math.fsum(theirs) / len(theirs)
+    return Case(panel, ours, *means, len(pairs), is_met, margin, row, found)
 
 
 def _goal(experiment: Experiment, name: str, one: Mapping[str, Any]) -> Goal:

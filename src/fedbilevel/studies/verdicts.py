@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedbilevel.columns import falls
@@ -53,6 +53,12 @@ def half_width(deviation: float, num: int) -> float:
 def judges(experiment: Experiment) -> list[str]:
     """Return the rows whose verdicts the experiment asks for."""
     return list(experiment.content.get("verdict", {}).get("rows", ()))
+
+
+def plain_ways(experiment: Experiment, rows: Iterable[str]) -> list[str]:
+    """Return the rows that have no bilevel run in them, in the order given."""
+    ours = {*judges(experiment), *experiment.content.get("verdict", {}).get("bilevel", ())}
+    return [row for row in rows if row not in ours]
 
 
 def verdicts(experiment: Experiment, values: Mapping[tuple[str, str], Values]) -> dict[tuple[str, str, str], Verdict]:

@@ -43,7 +43,7 @@ by m).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -63,8 +63,10 @@ from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks import cleaning_losses
+from fedbilevel.tasks.cleaning_rivals import cleaning_rivals
 from fedbilevel.tasks.findings import Finding, accuracies, histogram, images
 from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.robust_losses import Robust
 from fedbilevel.tasks.task import Built, Shapes, Task
 
@@ -218,6 +220,14 @@ class DataCleaning(Task):
             metrics=cleaning_losses.metrics,
             name="data_cleaning",
         )
+
+    def rivals(self) -> Mapping[str, Rival]:
+        """Return training on the labels as given, on these and the clean ones, and with a robust loss."""
+        return cleaning_rivals(*self.build(), self.l2, self.gce_power)
+
+    def refits(self, problem: Problem, clients: Any, x: Any) -> Mapping[str, Way]:
+        """Return none: a weight belongs to a training sample, and clean samples have none."""
+        return {}
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         """Return weights of clean and corrupted samples, samples of least weight, and accuracy."""

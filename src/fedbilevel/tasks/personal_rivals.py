@@ -1,6 +1,7 @@
 """Plain ways to train and personalise a classifier, and figures by client that they share.
 
-They are rivals of the tasks `personalisation` and `representation`.
+They are rivals of the tasks `personalisation` and `representation`; those of one network for all are
+also rivals of `hyper_representation` and `classification`.
 """
 
 from __future__ import annotations
@@ -165,6 +166,25 @@ def _some(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tenso
     return {name: values[name].detach().cpu().clone() for name in names}
 
 
+def whole_network(
+    what: str, shared: Problem, clients: Sequence[Holdings], refitted: Sequence[Holdings] | None
+) -> dict[str, Rival]:
+    """Return FedAvg and FedAdam on a network that is y, each tuned by eight trials on validation samples."""
+    adam = [
+        {"lr_lower": lr, "server_lr": length, "num_local_steps": 5}
+        for lr in (0.03, 0.3)
+        for length in (0.003, 0.01, 0.03, 0.1)
+    ]
+    return {
+        "fedavg": tuned(f"FedAvg, {what}", shared, clients, "fedavg", _fine(), refitted),
+        "fedadam": tuned(f"FedAdam, {what}", shared, clients, "fedadam", adam, refitted),
+    }
+
+
+def _fine() -> list[dict[str, Any]]:
+    return [{"lr_lower": lr, "num_local_steps": 5} for lr in _FINE]
+
+
 def network_rivals(
     shared: Problem,
     adjusted: Problem,
@@ -192,15 +212,10 @@ def network_rivals(
     data = {name: (of(clients), of(again) if again else None) for name, of in kinds.items()}
     alone = dataclasses.replace(shared, scopes=Scopes(lower="local", upper=shared.scopes.upper))
     plain = [{"lr_lower": lr, "num_local_steps": 5} for lr in _STEPS]
-    fine = [{"lr_lower": lr, "num_local_steps": 5} for lr in _FINE]
+    fine = _fine()
     also = lambda name, *values: [{**own, name: value} for own in plain for value in values]
     found = {
-        "fedavg": tuned("FedAvg, one network without a personal part", shared, clients, "fedavg", fine, again),
-        "fedadam": tuned(
-            "FedAdam, one network without a personal part", shared, clients, "fedadam",
-            [{"lr_lower": lr, "server_lr": length, "num_local_steps": 5}
-             for lr in (0.03, 0.3) for length in (0.003, 0.01, 0.03, 0.1)], again,
-        ),
+        **whole_network("one network without a personal part", shared, clients, again),
         "fine_tuned": tuned(
             "FedAvg, then every client tunes its own copy", shared, clients, "fedavg_plus",
             also("num_tuning_steps", 5, 30), again,
