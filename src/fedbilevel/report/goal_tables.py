@@ -16,7 +16,7 @@ def table(experiments: Sequence[Experiment]) -> str:
     opening = [
         "## Goals",
         "",
-        "A goal is open where a record is missing. "
+        "A goal is open where a record is missing or has too few repetitions. "
         "The case is the record that is farthest beyond the bound, or nearest to it. "
         "Where rows are paired, it is the plain way to which our row loses most or gains least, with the verdict, "
         "the difference and its 95 % interval; the repetitions are the fewest that two rows have in common.",
@@ -41,7 +41,7 @@ def _line(experiment: Experiment, goal: Goal) -> str:
     failed = sum(not one.is_met for one in goal.cases)
     kind = "pairs" if case is not None and case.verdict is not None else "records"
     parts += [f"{failed} of {len(goal.cases)} {kind}"] if failed > 1 else []
-    parts += [f"no record of {'; '.join(goal.missing[:3])}{' ...' * (len(goal.missing) > 3)}"] if goal.missing else []
+    parts += [f"too few records of {'; '.join(goal.missing[:3])}{' ...' * (len(goal.missing) > 3)}"] if goal.missing else []
     parts += ["nothing recorded"] if not parts else []
     least = min((one.repetitions for one in goal.cases), default=0)
     return f"| {experiment.name} | {goal.title} | {goal.word} | {'; '.join(parts)} | {least} |"

@@ -17,7 +17,8 @@
 
 A goal is met if all its records are there and within the bound, not met if a record is not, and open
 otherwise. Figures are means over repetitions; the number of repetitions stands beside the verdict.
-Rows that are paired have a verdict from two common repetitions on.
+Rows that are paired have a verdict from two common repetitions on, and are said not to lose from three
+on, because hardly any two differences exclude zero. A failed repetition of our row is no win and a loss.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from typing import Any, NamedTuple
 
 from fedbilevel.studies.experiment import Experiment
 from fedbilevel.studies.verdicts import Verdict, lower, paired, plain_ways, recorded_values, verdict
+
+_FEWEST = {"wins": 2, "never loses": 3}  # common repetitions
 
 
 class Case(NamedTuple):
@@ -78,7 +81,7 @@ def goals(experiment: Experiment) -> list[Goal]:
 
 def _paired_goal(experiment: Experiment, name: str, one: Mapping[str, Any]) -> Goal:
     """Judge the first of the goal's rows in every panel against all plain ways of the panel."""
-    values = recorded_values(experiment)
+    values, result = recorded_values(experiment), experiment.content.get("result", {})
     cases, missing = [], []
     for panel in one.get("panels", experiment.content["panels"]):
         has = [row for _, row in experiment.places(panels=[panel])]
@@ -86,11 +89,16 @@ def _paired_goal(experiment: Experiment, name: str, one: Mapping[str, Any]) -> G
         if ours is None:
             missing.append(f"{panel}, {one['rows'][0]}")
             continue
+        mine = values.get((panel, ours), {})
+        failed = result.get(panel, {}).get(ours, {}).get("repetitions", 0) - len(mine)
         for row in plain_ways(experiment, has):
-            pairs = paired(values.get((panel, ours), {}), values.get((panel, row), {}))
-            if len(pairs) > 1:
-                cases.append(_paired_case(experiment, one["verdict"], (panel, ours, row), pairs))
-            else:  # the records lack a row, or have one repetition of both
+            pairs = paired(mine, values.get((panel, row), {}))
+            case = _paired_case(experiment, one["verdict"], (panel, ours, row), pairs) if len(pairs) > 1 else None
+            if case is not None and (failed or not case.is_met):
+                cases.append(case._replace(is_met=False))
+            elif case is not None and len(pairs) >= _FEWEST[one["verdict"]]:
+                cases.append(case)
+            else:  # the records lack a row, or have too few repetitions of both
                 missing.append(f"{panel}, {row if (panel, ours) in values else ours}")
     return Goal(name, one["title"], one["figure"], cases, list(dict.fromkeys(missing)))
 
