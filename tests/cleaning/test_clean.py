@@ -279,6 +279,14 @@ def test_a_resumed_cleaning_has_the_same_posteriors(tmp_path):
     assert resumed.verdict == whole.verdict
 
 
+def test_the_transitions_of_a_stopped_cleaning_follow_from_its_posteriors():
+    clients = noisy()
+    found = fb.clean_labels(clients, detector="confident", callbacks=[lambda progress: True])
+    given = np.eye(len(found.class_names))[np.concatenate([client["train"]["label"] for client in clients])]
+    counts = np.concatenate(found.posteriors).T @ given + 0.1
+    np.testing.assert_allclose(found.transition, counts / counts.sum(1, keepdims=True))
+
+
 def test_a_stopped_cleaning_is_unchecked():
     found = fb.clean_labels(noisy(), callbacks=[lambda progress: progress.iteration == 3])
     assert found.verdict == "unchecked"

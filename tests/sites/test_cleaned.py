@@ -180,14 +180,34 @@ def test_a_stopped_run_leaves_no_suspects_and_a_resumed_one_does(tmp_path):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"verdict": "sure"}, {"transition": torch.full((81,), 1 / 9)}, {"transition": 1.0}, {"more": 1}],
-    ids=str,
+    [
+        {"verdict": "sure"},
+        {"verdict": ["accepted"]},
+        {"transition": torch.full((81,), 1 / 9)},
+        {"transition": torch.full((100,), -0.1)},
+        {"transition": torch.full((100,), 1e6)},
+        {"transition": torch.full((100,), torch.nan)},
+        {"transition": 1.0},
+        {"more": 1},
+    ],
+    ids=lambda changed: next(iter(changed)),
 )
 def test_a_last_message_that_is_no_outcome_of_a_detector_is_refused(changed):
     logit, label = torch.zeros(40), torch.tensor([0, 1, 2, 3])
     given = {"verdict": "accepted", "transition": torch.full((100,), 0.1)}
-    assert len(labels_of(LabelEM(), given, ["north"], [logit], [label])) == 1
+    whole = {"reached": lambda iteration: True}
+    assert len(labels_of(LabelEM(), given, ["north"], [logit], [label], **whole)) == 1
     with pytest.raises(WireError, match="expected the transition matrix of 10 classes"):
-        labels_of(LabelEM(), given | changed, ["north"], [logit], [label])
+        labels_of(LabelEM(), given | changed, ["north"], [logit], [label], **whole)
     with pytest.raises(WireError, match="the verdict of a detector"):
-        labels_of(FedAvg(), given, ["north"], [logit], [label])
+        labels_of(FedAvg(), given, ["north"], [logit], [label], **whole)
+
+
+def test_a_verdict_before_the_guard_decides_is_refused():
+    logit, label = torch.zeros(40), torch.tensor([0, 1, 2, 3])
+    given = {"verdict": "accepted", "transition": torch.full((100,), 0.1)}
+    last = LabelEM().num_iterations()
+    found = labels_of(LabelEM(), given, ["north"], [logit], [label], reached=lambda iteration: iteration <= last)
+    assert len(found) == 1
+    with pytest.raises(WireError, match=f"expected none before outer iteration {last}"):
+        labels_of(LabelEM(), given, ["north"], [logit], [label], reached=lambda iteration: iteration < last)

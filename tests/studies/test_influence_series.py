@@ -67,6 +67,18 @@ def test_a_step_that_is_too_long_is_refused():
         solved(matrix([1.0, 9.0]), np.ones(2), lr_system=0.5)
 
 
+def test_single_precision_keeps_flat_directions():
+    h = torch.diag(torch.tensor([1e-7, 1e-5, 1.0]))
+    u, _ = Series().solve(lambda v: h @ v, torch.ones(3))
+    wanted = summed(h.double().numpy(), np.ones(3), 0.02, 2000)
+    np.testing.assert_allclose(u.numpy(), wanted, rtol=1e-3)
+
+
+def test_a_series_that_overflows_is_refused():
+    with pytest.raises(SettingError, match=r"num_terms is 2000, but the most negative curvature is -40, .*fewer terms"):
+        solved(matrix([-40.0, 1.0]), np.ones(2))
+
+
 def test_few_products_give_the_predictions_of_hundreds_of_terms_for_a_network_on_which_cg_fails():
     problem, clients = Influence(data="digits", model="cnn", share=0.03).build()
     population = Population(problem, clients, dtype=torch.float64)

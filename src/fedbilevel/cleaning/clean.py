@@ -22,7 +22,7 @@ from fedbilevel.cleaning.parts import Parts
 from fedbilevel.cleaning.prepared import Features, Prepared, checked, prepared
 from fedbilevel.cleaning.truth import Classifier, of_clients, tested
 from fedbilevel.detectors._scored import Scored
-from fedbilevel.detectors.detector import Detector
+from fedbilevel.detectors.detector import PRIOR, Detector
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.engines import group_of
 from fedbilevel.engines.ranks import EngineName
@@ -229,6 +229,10 @@ def _outcome(
         wrong=float(np.concatenate(wrong).mean()),
     )  # fmt: skip
     transition = state.transition.double().view(ready.num_classes, -1).cpu().numpy()
+    if not (is_whole or chosen.estimates_transition):  # a start value, until the run estimates it
+        given = np.eye(ready.num_classes)[np.concatenate(labels)]
+        counts = np.concatenate(posteriors).T @ given + PRIOR
+        transition = counts / counts.sum(1, keepdims=True)
     flags, both = [own >= least for own in wrong], _classifiers(chosen, state, ready.num_classes)
     return Cleaning(
         names, class_names, labels, posteriors, flags, transition, found, notes, result, ready.rows, files, both,

@@ -41,7 +41,8 @@ def _line(experiment: Experiment, goal: Goal) -> str:
     failed = sum(not one.is_met for one in goal.cases)
     kind = "pairs" if case is not None and case.verdict is not None else "records"
     parts += [f"{failed} of {len(goal.cases)} {kind}"] if failed > 1 else []
-    parts += [f"too few records of {'; '.join(goal.missing[:3])}{' ...' * (len(goal.missing) > 3)}"] if goal.missing else []
+    lacking = f"{'; '.join(goal.missing[:3])}{' ...' * (len(goal.missing) > 3)}"
+    parts += [f"too few records of {lacking}"] if goal.missing else []
     parts += ["nothing recorded"] if not parts else []
     least = min((one.repetitions for one in goal.cases), default=0)
     return f"| {experiment.name} | {goal.title} | {goal.word} | {'; '.join(parts)} | {least} |"

@@ -2,13 +2,15 @@
 from sums.
 
 At the end, the server sends the sites T of all clients and the guard's verdict. Each site writes the
-files of its own clients into the folder of the run; nothing of them is in its answer.
+files of its own clients into the folder of the run; nothing of them is in its answer to that message.
+From the sums of earlier answers, the server can compute the noise rate, the number of flags and T of a
+site, unless the sums are secure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 
 SUSPECTS, ESTIMATES = "suspects", "cleaning"  # names of a site's files, .csv and .json
+_ROUNDING = 1e-3  # of the sum of probabilities
 _SAID = {
     "accepted": "The guard accepted the cleaning of all sites",
     "rejected": "The guard rejected the cleaning of all sites, so the model is the one of the given labels",
@@ -43,19 +46,29 @@ def labels_of(
     clients: Sequence[str],
     logits: Sequence[Tensor],
     labels: Sequence[Tensor],
+    *,
+    reached: Callable[[int], bool],
 ) -> list[ClientLabels]:
     """Return the labels of the clients of a site after a cleaning.
 
     given: what the server handed, which is checked here.
     logits: private x of every client.
+    reached: whether the site has begun an outer iteration.
     """
     transition, verdict = given.get("transition"), given.get("verdict")
     num_classes = len(logits[0]) // len(labels[0])
-    known = isinstance(algorithm, Detector) and given.keys() == {"transition", "verdict"} and verdict in _SAID
-    if not known or not isinstance(transition, Tensor) or transition.shape != (num_classes**2,):
+    known = isinstance(algorithm, Detector) and given.keys() == {"transition", "verdict"} and verdict in [*_SAID]
+    if not known or not _is_transition(transition, num_classes):
         raise WireError(
             f"the last message brings {', '.join(given)[:100]}, expected the transition matrix of {num_classes} "
             "classes and the verdict of a detector."
+        )
+    assert isinstance(algorithm, Detector)
+    assert isinstance(transition, Tensor)
+    if not reached(algorithm.num_iterations()):
+        raise WireError(
+            f"the last message brings a verdict, expected none before outer iteration {algorithm.num_iterations()}, "
+            "in which the guard decides."
         )
     shared, names = transition.double().cpu().view(num_classes, -1).numpy(), [str(i) for i in range(num_classes)]
     found = []
@@ -64,6 +77,14 @@ def labels_of(
         q = posterior(logit, given_label)
         found.append(ClientLabels(name, names, given_label, q, wrong(q, given_label) >= HALF, shared))
     return found
+
+
+def _is_transition(value: Any, num_classes: int) -> bool:
+    """Return whether a value has one row of probabilities for every class."""
+    if not isinstance(value, Tensor) or value.shape != (num_classes**2,):
+        return False
+    rows = value.double().view(num_classes, -1)
+    return bool((rows >= 0).all()) and bool(((rows.sum(1) - 1).abs() < _ROUNDING).all())
 
 
 def write_labels(folder: Path, owned: Sequence[ClientLabels], numbers: Sequence[int], verdict: str) -> str:

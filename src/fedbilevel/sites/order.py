@@ -80,6 +80,10 @@ class Order:
         else:
             self._call = call
 
+    def reached(self, iteration: int) -> bool:
+        """Return whether the site has begun this outer iteration, or has loaded a version after it."""
+        return self._iteration >= iteration
+
     def at_start(self, iteration: int) -> bool:
         """Check whether a message may place start values, which requires that no version is loaded
         and no phase of outer iteration 1 has run."""

@@ -283,22 +283,26 @@ class Session:
         found = {part: name for part, name in names.items() if isinstance(name, str) and name in self.host.kept.written}
         given = self.incoming.values(header, arrays, self.all) if header.get("values") else {}
         tensors: dict[str, Tensor] = {}
-        for part, kept in found.items():
-            trees = self.host.trees(self.host.kept.own(kept, self.all), upper=part == "x")
-            if given and part == "x":
-                self.summary = self._cleaned(trees, given)
+        self.summary = ""
+        trees_of = {
+            part: self.host.trees(self.host.kept.own(kept, self.all), upper=part == "x") for part, kept in found.items()
+        }
+        for part, trees in trees_of.items():
             for number, tree in zip(self.numbers, trees, strict=True):
                 prefix = part if len(self.numbers) == 1 else f"{part}.client{number}"
                 tensors |= {f"{prefix}.{name}": leaf.cpu().contiguous().clone() for name, leaf in tree.items()}
         if tensors:
             write_whole(self.folder / "solution.safetensors", save(tensors))
+        if given and "x" in trees_of:
+            self.summary = self._cleaned(trees_of["x"], given)
         return {}, {}, {"kind": "finish"}
 
     def _cleaned(self, trees: list[dict[str, Tensor]], given: Mapping[str, Any]) -> str:
         """Write what a detector found about the labels of this site's clients, and return a sentence."""
         labels = [self.host.data.look(row[None], "train").row(0, ["label"])["label"] for row in self.all]
         clients = [self.name] if len(self.numbers) == 1 else [f"client {number}" for number in self.numbers]
-        owned = labels_of(self.algorithm, given, clients, [tree["logit"] for tree in trees], labels)
+        logits = [tree.get("logit", torch.empty(0)) for tree in trees]
+        owned = labels_of(self.algorithm, given, clients, logits, labels, reached=self.order.reached)
         return write_labels(self.folder, owned, self.numbers, given["verdict"])
 
     def named(self, header: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,10 +119,9 @@ def unlearned(task: Task, options: Mapping[str, Any], names: Sequence[str] | Non
         raise SettingError(f"the task {task.name()} runs {task.automatic}, which cannot hold x: leave this row out.")
     paid: Costs = {}
     found, done = contest(task, options, paid, Tuned(names, learn=False))
-    runs = [name for name in done.refits or [BILEVEL] if name in found]
-    if not runs:
+    last = (done.refits or [BILEVEL])[-1]
+    if last not in found:
         raise SettingError(f"the run of {task.name()} that holds x failed: use more rounds, or leave this row out.")
-    last = runs[-1]
     costs = {name: sum(own[name] for own in paid.values()) for name in (*COSTS, "cpu_seconds")}
     return {**found[last].figures, **costs}
 

@@ -67,7 +67,8 @@ def joined(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 
 def _named(machines: str, further: str) -> str:
     """Return names of machines, which may have commas of their own, each once."""
-    return machines if further in machines else f"{machines}, {further}"
+    known = f", {machines}, "
+    return machines if f", {further}, " in known else f"{machines}, {further}"
 
 
 def _pooled(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

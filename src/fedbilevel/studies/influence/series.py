@@ -63,9 +63,8 @@ class Series(Settings):
             basis.append(w / length)
         k = len(diagonal)
         off = torch.stack(beside[: k - 1]) if k > 1 else b.new_zeros(0)
-        values, vectors = torch.linalg.eigh(
-            torch.diag(torch.stack(diagonal)) + torch.diag(off, 1) + torch.diag(off, -1)
-        )
+        tridiagonal = torch.diag(torch.stack(diagonal)) + torch.diag(off, 1) + torch.diag(off, -1)
+        values, vectors = torch.linalg.eigh(tridiagonal.double())  # 1 - (1 - eta l)^M cancels in float32
         eta, largest = self.lr_system, float(values[-1])
         if eta * largest > 2:
             raise SettingError(
@@ -74,4 +73,10 @@ class Series(Settings):
             )
         flat = (eta * self.num_terms * values).abs() < 1e-6
         phi = torch.where(flat, eta * self.num_terms, (1 - (1 - eta * values) ** self.num_terms) / values)
-        return torch.linalg.vector_norm(b) * (torch.stack(basis[:k]).T @ (vectors @ (phi * vectors[0]))), k
+        if not bool(phi.isfinite().all()):
+            raise SettingError(
+                f"num_terms is {self.num_terms}, but the most negative curvature is {float(values[0]):.3g}, so that "
+                "the series overflows: use fewer terms or a smaller lr_system."
+            )
+        u = torch.linalg.vector_norm(b).double() * (torch.stack(basis[:k]).double().T @ (vectors @ (phi * vectors[0])))
+        return u.to(b.dtype), k
