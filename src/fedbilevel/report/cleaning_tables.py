@@ -38,9 +38,9 @@ def _transition(found: Cleaning) -> Table:
     """Show T of all clients in percent, or the most frequent mistakes if it is too wide."""
     names = [printable(name) for name in found.class_names]
     if sum(max(5, len(name) + 2) for name in names) <= _WIDEST:
-        table = _table("True class (rows) and given label (columns) in % (a dot: below 0.5)", "", *names)
+        table = _table("True class (rows), given label (columns), in %", "", *names)
         for name, row in zip(names, 100 * found.transition, strict=True):
-            table.add_row(name, *(f"{value:.0f}" if value >= 0.5 else "." for value in row))
+            table.add_row(name, *(f"{value:.0f}" for value in row))
         for column in table.columns[1:]:
             column.justify = "right"
         return table
