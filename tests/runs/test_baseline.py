@@ -297,14 +297,13 @@ def test_baselines_that_cannot_be_made_are_refused_in_one_sentence():
 
 def test_comparison_has_one_baseline_per_repetition_as_a_row():
     task = DataCleaning(num_clients=3, num_clean=5)
-    found = compare(task, ["fedbio", "fednest"], num_rounds=6, repetitions=2)
+    found = compare(task, ["fedbio", "fednest"], num_rounds=6, repetitions=2, rivals=False)
     assert [(one.name, one.num_runs) for one in found.outcomes] == [("fedbio", 2), ("fednest", 2), (FIXED, 2)]
     longest = max(one.total["rounds"].mean for one in found.outcomes[:2])
     assert found.outcomes[2].total["rounds"].mean == longest
-    assert [one.name for one in compare(task, ["fedbio"], num_rounds=2, repetitions=1, baseline=False).outcomes] == [
-        "fedbio"
-    ]
-    names = [one.name for one in compare(task, ["fedbio", "fedavg"], num_rounds=2, repetitions=1).outcomes]
+    short = {"num_rounds": 2, "repetitions": 1, "rivals": False}
+    assert [one.name for one in compare(task, ["fedbio"], **short, baseline=False).outcomes] == ["fedbio"]
+    names = [one.name for one in compare(task, ["fedbio", "fedavg"], **short).outcomes]
     assert names == ["fedbio", "fedavg"]  # FedAvg is the plain run
 
 

@@ -374,6 +374,7 @@ def test_progress_is_whole_at_every_moment_and_keeps_the_last(tmp_path):
         "why": "",
         "waiting": "",
         "warning": "",
+        "result": "",
         "count": 0,
         "latest": [],
     }
