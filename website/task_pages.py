@@ -78,7 +78,7 @@ def _sentence(experiment: Experiment, panel: str, mine: str, rival: str, word: V
 
     def shown(row: str) -> str:
         costs = [
-            f"{figures(row)[name]['mean']:.3g} {heading}"
+            f"{_rounded(figures(row)[name]['mean'])} {heading}"
             for name, heading in experiment.figures.items()
             if name in ("rounds", "megabytes", "cpu_seconds") and name in figures(row)
         ]
@@ -87,6 +87,11 @@ def _sentence(experiment: Experiment, panel: str, mine: str, rival: str, word: V
     return (
         f"{experiment.panel_title(panel)}: the best plain way, {shown(rival)}; ours, {shown(mine)}: it {word.shown()}."
     )
+
+
+def _rounded(cost: float) -> str:
+    """Return a cost with three digits, or as a whole number from 1000 on."""
+    return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.3g}"
 
 
 def index() -> str:
