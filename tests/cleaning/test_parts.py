@@ -80,6 +80,15 @@ def test_an_empty_folder_cannot_be_resumed_and_a_full_one_not_begun_again(tmp_pa
     assert seen.taken == []
 
 
+def test_a_cleaning_that_ended_in_its_first_network_is_named_by_its_own_folder(tmp_path):
+    with pytest.raises(RuntimeError, match="power cut"):
+        fb.clean_labels(striped(), features="out_of_fold", record=tmp_path, progress=Seen(OUT_OF_FOLD[1]), **HOW)
+    seen = Seen()
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path} already holds a run: resume it"):
+        fb.clean_labels(striped(), features="out_of_fold", record=tmp_path, progress=seen, **HOW)
+    assert seen.names == []
+
+
 def test_parts_without_a_record_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not ALONE.begun

@@ -129,6 +129,8 @@ def clean_labels(
     parts = Parts(progress, None if record is None else Path(record), resume)
     if resume and record is not None and not parts.begun:
         Record(record).load()  # raises unless the detector has begun
+    if record is not None and not resume and engine == "simulation":  # before a network is trained for nothing
+        Record(record).refuse_begun(parts.begun)
     ready, spent = _ready(clients, features, num_classes, how, parts, where)
     if isinstance(ready.network, FoldNetworks) and isinstance(chosen, Scored):
         chosen = replace(chosen, reads="probabilities")

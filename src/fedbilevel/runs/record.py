@@ -143,9 +143,16 @@ class Record:
             (json.dumps({"stopped": stopped, "iteration": iteration, **({"why": why} if why else {})}) + "\n").encode(),
         )
 
-    def start(self, config: Mapping[str, Any]) -> None:
-        if self.checkpoint.exists():
+    def refuse_begun(self, begun: bool = False) -> None:
+        """Raise if the folder holds a run.
+
+        begun: whether it holds a part of one.
+        """
+        if begun or self.checkpoint.exists():
             raise CheckpointError(f"{self.path} already holds a run: resume it, or name another folder.")
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self.refuse_begun()
         make_folder(self.path)
         self.write_config(config)
         self.end.unlink(missing_ok=True)
