@@ -159,7 +159,7 @@ def test_targets_by_name_or_in_order_stay_with_their_clients_and_the_model_has_a
 
     monkeypatch.setattr(sources, "guarded", quick)
     tables = {"a": people(12, 0.0, 0), "b": people(16, 1.0, 1)}
-    goals = {"b": people(8, 1.0, 2), "a": people(6, 0.0, 3)}
+    goals = {"b": people(8, 1.0, 2), "a": people(8, 0.0, 3)}
     how = {"fairness": 1.0, "num_rounds": 2, "num_folds": 2}
     found = fb.mix_sources(tables, goals, **how)
     fb.mix_sources(tables, [goals["a"], goals["b"]], **how)
@@ -172,7 +172,7 @@ def test_targets_by_name_or_in_order_stay_with_their_clients_and_the_model_has_a
                                        atol=1e-5)  # fmt: skip
     z = (goals["a"]["input"] - found.centre) / found.scale
     z = z @ found.guard.result.y["weight"].double().numpy().T + found.guard.result.y["bias"].double().numpy()
-    loss = np.mean(np.log(np.exp(z).sum(1)) - z[np.arange(6), goals["a"]["label"]])
+    loss = np.mean(np.log(np.exp(z).sum(1)) - z[np.arange(8), goals["a"]["label"]])
     assert found.loss(goals["a"]) == pytest.approx(loss, rel=1e-6)
 
 
@@ -188,6 +188,8 @@ def test_targets_that_do_not_fit_are_refused():
         fb.mix_sources([one, one], 3)
     with pytest.raises(SettingError, match="the target of 'source 1' has 3 samples, expected at least 4: give more"):
         fb.mix_sources([one, one], [one, {name: value[:3] for name, value in one.items()}])
+    with pytest.raises(SettingError, match="'source 0' has 8 samples, expected at least 16, four in every fold"):
+        fb.mix_sources([one, one], [one, one], fairness=1.0)
 
 
 def test_wrong_input_is_refused():

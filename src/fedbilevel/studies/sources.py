@@ -40,7 +40,7 @@ from fedbilevel.tasks.mixing import KL, divergence, served
 from fedbilevel.tasks.rival import STOPPED, Rival, Way
 from fedbilevel.tasks.task import Built, Task
 
-_LEAST = 4  # target samples of a client
+_LEAST = 4  # target samples of a client; with fairness, in every fold, because means of them are judged
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -126,7 +126,8 @@ def mix_sources(
     num_rounds: rounds of every run; 200 by default.
     l2, kl: weights of the squared norm of y (0.001), and of the divergence from uniform weights (0.1).
     fairness: with a target of every client, how much clients that are served badly count; 0: the mean of
-        their losses; 1: with the variance; for large values only the worst client counts.
+        their losses; 1: with the variance; for large values only the worst client counts. Above 0, every
+        client needs four target samples per fold.
     num_folds: parts of the target samples by which the answer is chosen; 4 by default.
     options: further keywords of `solve`. If the bilevel run fails, there are no weights, and an error says so.
 
@@ -159,7 +160,8 @@ def mix_sources(
     if len(named) < 2:
         raise SettingError(f"there are {len(named)} sources, expected at least two to weigh against one another.")
     tables = {name: _fields(one, f"the source {name!r}") for name, one in named.items()}
-    goals = _goals(target, list(tables), fairness, seed)
+    least = _LEAST * (num_folds or _Sources.num_folds) if fairness else _LEAST
+    goals = _goals(target, list(tables), fairness, least, seed)
     if len({one["input"].shape[1] for one in (*tables.values(), *goals)}) > 1:
         raise ProblemError("the sources and the target have different numbers of columns: give the same features.")
     rows = np.concatenate([one["input"] for one in tables.values()])
@@ -257,8 +259,13 @@ def _fields(given: Any, where: str) -> dict[str, np.ndarray]:
     return {"input": found["input"].astype(float), "label": found["label"].astype(np.int64)}
 
 
-def _goals(target: Any, names: Sequence[str], fairness: float | None, seed: int) -> list[dict[str, np.ndarray]]:
-    """Return the target samples of every client: its own ones, or its part of those of all."""
+def _goals(
+    target: Any, names: Sequence[str], fairness: float | None, least: int, seed: int
+) -> list[dict[str, np.ndarray]]:
+    """Return the target samples of every client: its own ones, or its part of those of all.
+
+    least: samples that a client needs of its own target.
+    """
     if isinstance(target, Mapping) and "input" not in target:
         if set(target) != set(names):
             raise SettingError(
@@ -285,9 +292,10 @@ def _goals(target: Any, names: Sequence[str], fairness: float | None, seed: int)
     found = []
     for i, (name, one) in enumerate(zip(names, target, strict=True)):
         goal = _fields(one, f"the target of {name!r}")
-        if len(goal["label"]) < _LEAST:
+        if len(goal["label"]) < least:
+            why = ", four in every fold because of fairness" if fairness else ""
             raise SettingError(
-                f"the target of {name!r} has {len(goal['label'])} samples, expected at least {_LEAST}: give more."
+                f"the target of {name!r} has {len(goal['label'])} samples, expected at least {least}{why}: give more."
             )
         found += _dealt(goal, 1, seed + i)
     return found
