@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from fedbilevel.errors import ExperimentError, FedBilevelError
 from fedbilevel.runs.record import write_whole
 from fedbilevel.studies.experiment import Experiment, Job, read
-from fedbilevel.studies.extension import unrecorded
+from fedbilevel.studies.extension import num_recorded, unrecorded
 from fedbilevel.studies.reproduce import reproduce, results
 from fedbilevel.studies.together import CHOICES
 from fedbilevel.studies.tune import independent_jobs
@@ -105,7 +105,7 @@ def recorded(experiment: Experiment, job: Job, number: int) -> bool:
     there = experiment.content.get("result", {}).get(job.panel, {}).get(job.row, {})
     if job.settings.get("indirect") and not {"indirect_share", "diverged"} & set(there.get("figures", {})):
         return False  # recorded before this figure was measured; it is no part of the digest
-    return bool(there.get("settings") == job.digest and there["repetitions"] >= number)
+    return num_recorded(experiment, job) >= number
 
 
 def searched(experiment: Experiment, trial: Job) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from fedbilevel import discovery
 from fedbilevel.cleaning import judgement
-from fedbilevel.cleaning.client_labels import HALF, estimates_of, posterior
+from fedbilevel.cleaning.client_labels import HALF, estimates_of, posterior, transition_of
 from fedbilevel.cleaning.client_labels import wrong as wrong_of
 from fedbilevel.cleaning.findings import findings
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Training
@@ -232,9 +232,7 @@ def _outcome(
     )  # fmt: skip
     transition = state.transition.double().view(ready.num_classes, -1).cpu().numpy()
     if not (is_whole or chosen.estimates_transition):  # a start value, until the run estimates it
-        given = np.eye(ready.num_classes)[np.concatenate(labels)]
-        counts = np.concatenate(posteriors).T @ given + PRIOR
-        transition = counts / counts.sum(1, keepdims=True)
+        transition = transition_of(np.concatenate(posteriors), np.concatenate(labels), PRIOR)
     flags, both = [own >= least for own in wrong], _classifiers(chosen, state, ready.num_classes)
     return Cleaning(
         names, class_names, labels, posteriors, flags, transition, found, notes, result, ready.rows, files, both,

@@ -72,8 +72,7 @@ class ClientLabels:
     @property
     def transition(self) -> np.ndarray:
         """The client's own T (C, C): counts from its posteriors, and those of all clients as one sample per class."""
-        counts = self.posterior.T @ np.eye(self.posterior.shape[1])[self.label] + self.shared
-        return np.asarray(counts / counts.sum(1, keepdims=True))
+        return transition_of(self.posterior, self.label, self.shared)
 
     def suspect(self, sample: int) -> Suspect:
         q, label = self.posterior[sample], int(self.label[sample])
@@ -120,6 +119,12 @@ def posterior(logit: Tensor, label: Any) -> np.ndarray:
 def wrong(q: np.ndarray, label: np.ndarray) -> np.ndarray:
     """Return the probability (n,) that each given label is wrong."""
     return np.asarray(1 - q[np.arange(len(q)), label])
+
+
+def transition_of(q: np.ndarray, label: np.ndarray, prior: float | np.ndarray) -> np.ndarray:
+    """Return T (C, C): expected samples by true class and given label, plus a prior, with rows of sum one."""
+    counts = q.T @ np.eye(q.shape[1])[label] + prior
+    return np.asarray(counts / counts.sum(1, keepdims=True))
 
 
 def estimates_of(noise: float, transition: np.ndarray, class_names: Sequence[str]) -> dict[str, Any]:

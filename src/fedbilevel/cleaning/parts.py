@@ -27,7 +27,7 @@ class Parts:
 
     progress: function that gets the name of a part before it begins, and returns a callback for it.
     record: folder of the record of the whole cleaning; None: nothing is kept.
-    resume: go on with the parts that are there.
+    resume: continue parts from their checkpoints.
     before: what stands before the name of every part.
     """
 
@@ -41,7 +41,7 @@ class Parts:
         return replace(self, before=f"{self.before}{before}, ")
 
     def solve(self, name: str, *given: Any, **options: Any) -> Result:
-        """Run a part to its end, or go on with it; arguments as in `solve`."""
+        """Run a part to its end, or resume it; arguments as in `solve`."""
         name = f"{self.before}{name}"
         place = None if self.record is None else self.record / FOLDER / re.sub(r"\W+", "-", name)
         resume = self.resume and place is not None and Record(place).checkpoint.exists()

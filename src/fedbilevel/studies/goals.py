@@ -17,8 +17,8 @@
 
 A goal is met if all its records are there and within the bound, not met if a record is not, and open
 otherwise. Figures are means over repetitions; the number of repetitions stands beside the verdict.
-Rows that are paired have a verdict from two common repetitions on, and are said not to lose from three
-on, because hardly any two differences exclude zero. A failed repetition of our row is no win and a loss.
+A win or a loss needs two common repetitions. That a row never loses needs three, because the interval
+of two differences hardly ever excludes zero. A failed repetition of our row counts against it.
 """
 
 from __future__ import annotations

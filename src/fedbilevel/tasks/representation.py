@@ -21,9 +21,9 @@ differ: a client's test samples are like its training samples, because its own h
 Use it when clients differ in their labels or in the meaning of labels, and each has too few samples
 for a network of its own. Do not use it when all clients share one distribution: FedAvg on the whole
 network then trains one head on all samples. Compare with the plain ways first. In the records of
-`worth`, a bilevel run from the usual start beats Ditto and FedAvg, also with own label priors and
-standardised inputs, on people of HAPT (five repetitions), but neither FedRep nor own heads nor
-fine-tuning. On a tenth of CIFAR-10 (three repetitions) it beats none of them.
+`worth`, a bilevel run from the usual start beats Ditto, FedBABU and FedAvg, also with own label priors
+and standardised inputs, on people of HAPT (five repetitions), but neither FedRep nor own heads nor
+fine-tuning. On a tenth of CIFAR-10 (three repetitions) it beats FedAvg alone.
 
 Compare Collins et al., "Exploiting Shared Representations for Personalized Federated Learning",
 ICML 2021. Choices of this project: the bilevel form, the sizes and the split of HAPT.
