@@ -1,4 +1,4 @@
-"""Readers of Omniglot, CIFAR-10, HAPT, Shakespeare, Adult and LIBSVM text.
+"""Readers of Omniglot, letters, CIFAR-10, HAPT, Shakespeare, texts of Python, Adult and LIBSVM text.
 
 Each reader reads a tiny file written here, and the published files where they exist.
 """
@@ -6,16 +6,18 @@ Each reader reads a tiny file written here, and the published files where they e
 import gzip
 import io
 import sys
+import types
 
 import numpy as np
 import pytest
 
 from fedbilevel.data import catalogue
 from fedbilevel.data.partition import by_id
-from fedbilevel.data.sets import cifar10, libsvm
+from fedbilevel.data.sets import cifar10, libsvm, python_texts
 from fedbilevel.data.sets.adult import ATTRIBUTES, NUMERIC, adult
 from fedbilevel.data.sets.hapt import hapt, summaries
 from fedbilevel.data.sets.images import train_and_test
+from fedbilevel.data.sets.letters import letters
 from fedbilevel.data.sets.omniglot import omniglot
 from fedbilevel.data.sets.shakespeare import roles, samples, shakespeare, vocabulary
 from fedbilevel.data.sets.w8a import w8a
@@ -43,6 +45,7 @@ def put(folder, name, content):
     ("read", "name", "file"),
     [
         (omniglot, "omniglot", r"omniglot/omniglot_28x28\.npz"),
+        (letters, "letters", r"femnist/az_letters_2990\.npz"),
         (lambda folder: cifar10.cifar10("train", folder), "cifar10", r"cifar10/cifar10_jpeg\.npz"),
         (hapt, "hapt", r"hapt/hapt_windows\.npz"),
         (shakespeare, "shakespeare", r"shakespeare/tinyshakespeare\.txt"),
@@ -63,10 +66,18 @@ def test_a_missing_file_is_named_with_where_to_put_it(alone, read, name, file):
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 cut short"], ids=["empty", "text", "cut"])
-@pytest.mark.parametrize("name", ["omniglot/omniglot_28x28.npz", "cifar10/cifar10_jpeg.npz", "hapt/hapt_windows.npz"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "omniglot/omniglot_28x28.npz",
+        "cifar10/cifar10_jpeg.npz",
+        "hapt/hapt_windows.npz",
+        "femnist/az_letters_2990.npz",
+    ],
+)
 def test_a_broken_file_is_refused(alone, name, content):
     put(alone, name, content)
-    read = {"o": omniglot, "c": lambda folder: cifar10.cifar10("test", folder), "h": hapt}[name[0]]
+    read = {"o": omniglot, "c": lambda folder: cifar10.cifar10("test", folder), "h": hapt, "f": letters}[name[0]]
     with pytest.raises(DataError, match=r"\.npz cannot be read as .*: get the file anew"):
         read(alone)
 
@@ -140,6 +151,53 @@ def test_omniglot_as_published():
     pairs = set(zip(data.label.tolist(), data.drawer.tolist(), strict=True))
     assert len(pairs) == 32460  # every character once by every drawer
     assert data.label_names[int(data.label[-1])].startswith(data.alphabet_names[int(data.alphabet[-1])])
+
+
+# ---- letters ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_letters():
+    images = np.zeros((27, 28, 28), np.uint8)
+    images[np.arange(27), np.arange(27), 5] = 255
+    return {"images": images, "label": np.arange(27, dtype=np.uint8) % 26}
+
+
+def test_letters_have_ink_one_and_whole_numbers(alone):
+    put(alone, "femnist/az_letters_2990.npz", tiny_letters())
+    data = letters(alone)
+    assert (data.images.dtype, data.label.dtype) == (np.float32, np.int64)
+    assert [data.images[i, i, 5] for i in range(27)] == [1] * 27
+    assert data.images.sum() == 27
+    assert data.label.tolist() == [*range(26), 0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"label": np.arange(26)}, "arrays of different lengths"),
+        ({"images": np.zeros((27, 28, 27), np.uint8)}, "shape (27, 28, 27)"),
+        ({"images": np.zeros((27, 28, 28))}, "type float64, expected (n, 28, 28) and uint8"),
+        ({"label": np.arange(27)}, "does not number its letters from 0 to 25"),
+        ({"label": np.arange(27) % 25}, "does not number its letters from 0 to 25"),
+    ],
+)
+def test_other_arrays_are_not_letters(alone, arrays, says):
+    put(alone, "femnist/az_letters_2990.npz", {**tiny_letters(), **arrays})
+    with pytest.raises(DataError) as error:
+        letters(alone)
+    assert says in str(error.value)
+
+
+def test_letters_as_published():
+    published("letters")
+    data = letters()
+    assert data.images.shape == (2990, 28, 28)
+    assert np.bincount(data.label).tolist() == [115] * 26
+    assert 0.05 < data.images.mean() < 0.5  # a letter is mostly paper
+    mean = np.stack([data.images[data.label == c].mean(0) for c in range(26)])
+    top, foot = mean[:, :14].sum((1, 2)), mean[:, 14:].sum((1, 2))
+    assert foot[ord("L") - ord("A")] > 1.2 * top[ord("L") - ord("A")]
+    assert top[ord("T") - ord("A")] > 1.2 * foot[ord("T") - ord("A")]
 
 
 # ---- CIFAR-10 --------------------------------------------------------------------------------------------------------
@@ -388,6 +446,42 @@ def test_shakespeare_as_published():
     assert sum(map(len, found.values())) == spoken
     assert found["First Citizen"].startswith("Before we proceed any further, hear me speak.\nYou are all resolved")
     assert roles(whole) == found
+
+
+# ---- texts of Python -------------------------------------------------------------------------------------------------
+
+
+def test_topics_are_running_text_without_rules_and_repetitions(monkeypatch):
+    given = {
+        "one": "A heading\n*********\n\n   Some   text\n   goes on.\n\nA heading\n*********\n",
+        "two": "Some text\ngoes on.\n\nMore \u2014 of it.\n",
+        "three": "A heading\n\n---\n",
+    }
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", types.SimpleNamespace(topics=given))
+    assert python_texts.topics() == {"one": "A heading\nSome text goes on.\n", "two": "More ? of it.\n"}
+
+
+def test_texts_of_python_are_there_in_the_same_characters():
+    topics = python_texts.topics()
+    code = [python_texts.module(name) for name in python_texts.MODULES]
+    assert min(map(len, code)) > 5000
+    assert sum(map(len, topics.values())) > 200_000
+    assert set("".join([*topics.values(), *code])) <= set(python_texts.CHARACTERS)
+    assert python_texts.module("argparse").count("def ") > 50
+    paragraphs = "".join(topics.values()).splitlines()
+    assert len(paragraphs) == len(set(paragraphs))
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "html.no_such_part", "sys", "email.no.such"])
+def test_a_module_without_source_code_is_named(name):
+    with pytest.raises(DataError, match=f"this Python has no source code of {name}: install the whole"):
+        python_texts.module(name)
+
+
+def test_a_python_without_its_manual_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(DataError, match=r"no topics of its manual \(.*\): install the whole standard library"):
+        python_texts.topics()
 
 
 # ---- Adult -----------------------------------------------------------------------------------------------------------

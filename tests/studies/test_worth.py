@@ -157,6 +157,23 @@ def test_every_row_of_the_experiment_is_a_way_to_solve_its_task():
         assert method in known, job.key
 
 
+def test_every_goal_of_a_win_asks_for_two_sets_of_real_data():
+    one = experiment.read(FILE)
+    won = {name: goal["panels"] for name, goal in one.content["goals"].items() if goal["verdict"] == "wins"}
+    assert {"mixing", "few-shot"} <= set(won)
+    for name, panels in won.items():
+        tasks = [worth.given.task(one.content["panels"][panel]["settings"]["task"]) for panel in panels]
+        assert len({task.name() for task in tasks}) == 1
+        assert len({task.data for task in tasks} - {"chains", "synthetic"}) >= 2, name
+
+
+def test_panels_of_a_task_with_a_goal_have_the_same_rows():
+    one = experiment.read(FILE)
+    for name in ("mixing", "few-shot"):
+        rows = [[row for _, row in one.places(panels=[panel])] for panel in one.content["goals"][name]["panels"]]
+        assert all(some == rows[0] for some in rows), name
+
+
 def test_self_tuned_from_the_plain_way_is_the_bilevel_answer_beside_its_start(run):
     task = fb.tasks.Regularisation(num_train=10, num_val=8, num_test=30).repeated(1)
     found = run(task=TASK, figure="test_loss", num_rounds=12, method="started").figures

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel.errors import ProblemError
+from fedbilevel.data import catalogue
+from fedbilevel.data.sets.letters import FILE, NAMES
+from fedbilevel.errors import DataError, ProblemError
 from fedbilevel.oracle.hypergradient import hypergradient, lower_solution
 from fedbilevel.oracle.population import Population
 from fedbilevel.tasks import episodes
@@ -90,6 +92,59 @@ def test_split_by_characters_holds_out_characters_of_all_alphabets():
     assert not homes[0] & homes[1] | homes[0] & homes[2] | homes[1] & homes[2]  # an alphabet has one client
     with pytest.raises(ProblemError, match=r"^21 clients need an alphabet each, digits has 20: use fewer clients\.$"):
         alphabets.deal_characters(21, 3, rng)
+
+
+def capitals(folder) -> str:
+    """Six images of every letter; an image shows the number of its letter, and its own in one pixel."""
+    place = folder / FILE
+    place.parent.mkdir(parents=True)
+    label = np.repeat(np.arange(26), 6)
+    images = np.broadcast_to((8 * label)[:, None, None], (156, 28, 28)).astype(np.uint8)
+    images[np.arange(156), 0, np.arange(156) % 6] = 255
+    np.savez(place, images=images, label=label.astype(np.uint8))
+    return str(folder)
+
+
+def test_held_out_letters_are_those_of_no_client(tmp_path):
+    task = FewShotEpisodes(**SMALL, data="letters", data_dir=capitals(tmp_path), num_ways=5)
+    clients = task.build().clients
+    members = lambda role: {int(c) for client in clients for c in np.ravel(client[role]["character"])}
+    letters = lambda role: {c // 4 for c in members(role)}
+    own = [{int(c) // 4 for c in client["val"]["character"]} for client in clients]
+    assert [len(some) for some in own] == [3] * 5
+    assert len(set.union(*own)) == 15
+    assert letters("train") <= letters("val")
+    assert not letters("val") & letters("held_out") | letters("val") & letters("test")
+    assert not letters("held_out") & letters("test")
+    assert len(letters("held_out")) <= 5
+    assert len(letters("test")) <= 6
+    every = set.union(*map(members, ("val", "held_out", "test")))
+    assert {c % 4 for c in every} == {0, 1, 2, 3}
+    assert {c % 4 for c in every if NAMES[c // 4] in "HINOSXZ"} == {0, 1}  # other turns look the same
+    for client in clients:
+        for role in ("val", "held_out", "test"):
+            shown = client[role]["image"][..., 14 * 29]  # the centre, where turning changes nothing
+            character = client[role]["character"][:, None]
+            assert (shown == character // 4 * 8).all()
+            assert client[role]["image"].shape[-1] == 784
+    assert {*task.rivals()} == {"prototypes", "anil", "classifier"}
+
+
+def test_missing_letters_are_named(alone):
+    with pytest.raises(DataError, match="az_letters_2990"):
+        FewShotEpisodes(data="letters").build()
+
+
+def test_letters_as_published_make_five_clients():
+    try:
+        catalogue.where("letters")
+    except DataError as missing:
+        pytest.skip(str(missing))
+    built = FewShotEpisodes(data="letters", num_ways=5, num_filters=4, num_episodes=1, num_held_out=2).build()
+    assert len(built.clients) == 5
+    assert fb.check_problem(*built, show=False).ok
+    assert min(len(client["val"]["image"]) for client in built.clients) >= 6
+    assert built.clients[0]["val"]["image"].shape[1:] == (40, 784)
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 import fedbilevel as fb
 from fedbilevel.data import catalogue
+from fedbilevel.data.sets import python_texts
 from fedbilevel.errors import DataError, ProblemError
 from fedbilevel.oracle.population import Population
 from fedbilevel.tasks.mixing import Mixing
@@ -178,3 +179,28 @@ def test_shakespeare_as_published():
     built = Mixing(data="shakespeare").build()
     assert fb.check_problem(*built, show=False).ok
     assert built.problem.y0["out.bias"].shape == (65,)
+
+
+# ---- texts of Python -------------------------------------------------------------------------------------------------
+
+
+def test_good_sources_and_target_share_the_topics_and_bad_sources_are_modules():
+    task = Mixing(**SMALL, data="python")
+    texts = task._manual(np.random.default_rng(0))
+    topics = python_texts.topics().values()
+    parts = [*texts.sources[:2], texts.target]
+    assert all(sum(topic in part for part in parts) >= 1 for topic in topics)
+    assert sum(map(len, parts)) == sum(map(len, topics))  # so every topic is in one part alone
+    code = {python_texts.module(name) for name in python_texts.MODULES}
+    assert set(texts.sources[2:]) <= code
+    assert len(set(texts.sources[2:])) == 2
+    assert texts.sources[0] != task._manual(np.random.default_rng(1)).sources[0]
+    built = task.build()
+    assert fb.check_problem(*built, show=False).ok
+    assert built.problem.y0["out.bias"].shape == (len(python_texts.CHARACTERS),)
+
+
+def test_more_bad_sources_than_modules_are_refused():
+    num = len(python_texts.MODULES) + 1
+    with pytest.raises(ProblemError, match=f"there are {num - 1} modules for {num} bad sources: use fewer"):
+        Mixing(**{**SMALL, "num_bad": num}, data="python").build()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedbilevel.data.locations import find, find_one_of
-from fedbilevel.data.sets import a9a, adult, cifar10, hapt, idx, omniglot, shakespeare, w8a
+from fedbilevel.data.sets import a9a, adult, cifar10, hapt, idx, letters, omniglot, shakespeare, w8a
 from fedbilevel.errors import UnknownNameError
 
 Where = Callable[[str | Path | None], list[Path]]
@@ -34,6 +34,7 @@ SETS: dict[str, Entry] = {
     "emnist": Entry("handwritten digits and letters", _idx("emnist")),
     "fashion": Entry("images of clothes in ten classes", _idx("fashion")),
     "hapt": Entry("movements of 30 people from their smartphones", lambda data_dir: find(hapt.FILE, data_dir=data_dir)),
+    "letters": Entry("2,990 handwritten capitals", lambda data_dir: find(letters.FILE, data_dir=data_dir)),
     "mnist": Entry("handwritten digits", _idx("mnist")),
     "omniglot": Entry(
         "1,623 handwritten characters of 50 alphabets", lambda data_dir: find(omniglot.FILE, data_dir=data_dir)

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fedbilevel.data.sets.digits import digits
+from fedbilevel.data.sets.letters import NAMES, letters
 from fedbilevel.data.sets.omniglot import omniglot
 from fedbilevel.errors import ProblemError
 
 _TURNS = 4
+_SYMMETRIC = "HINOSXZ"  # half a turn of these shows the same letter again
 
 
 class Alphabets(NamedTuple):
@@ -144,11 +146,14 @@ def dealt(
     num_queries: int,
     training_ways: int | None = None,
 ) -> Dealt:
-    """Read digits or Omniglot, and deal characters to clients, validation and testing.
+    """Read digits, letters or Omniglot, and deal characters to clients, validation and testing.
 
     training_ways: characters of an episode at a client, if they differ from num_ways.
     """
-    alphabets = digit_alphabets(rng) if data == "digits" else omniglot_alphabets(data_dir)
+    if data == "digits":
+        alphabets = digit_alphabets(rng)
+    else:
+        alphabets = letter_alphabets(data_dir) if data == "letters" else omniglot_alphabets(data_dir)
     deal = alphabets.deal_characters if by_character else alphabets.deal
     own, validation, test = deal(num_clients, per_client, rng)
     mine = {f"client {i}": members for i, members in enumerate(own)}
@@ -166,6 +171,14 @@ def digit_alphabets(rng: np.random.Generator) -> Alphabets:
     pairs = rng.permutation(_TURNS * 10).reshape(-1, 2)
     places = [np.flatnonzero(labels == d) for d in range(10)]
     return Alphabets("digits", pixels.reshape(-1, 8, 8), places, list(pairs), (12, 3, 5))
+
+
+def letter_alphabets(data_dir: str | None) -> Alphabets:
+    """Return one alphabet per capital, with its turns, so that no held-out letter was ever trained on."""
+    found = letters(data_dir)
+    places = [np.flatnonzero(found.label == c) for c in range(len(NAMES))]
+    members = [_TURNS * c + np.arange(2 if name in _SYMMETRIC else _TURNS) for c, name in enumerate(NAMES)]
+    return Alphabets("letters", found.images, places, members, (15, 5, 6))
 
 
 def omniglot_alphabets(data_dir: str | None) -> Alphabets:

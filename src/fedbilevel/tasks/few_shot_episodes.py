@@ -23,7 +23,9 @@ batch norm of the usual implementations. Images of 8 x 8 have two blocks of 16 f
 `split="alphabets"` gives an alphabet to one client, to validation or to testing, as in the task
 few_shot. `split="characters"` is usual outside federations (423 of Omniglot's 1623 characters for
 testing, here also 100 for validation): they come from all alphabets, and every client has the other
-characters of some alphabets. A character turned by 90, 180 or 270 degrees is another character.
+characters of some alphabets. A character turned by 90, 180 or 270 degrees is another character. An
+alphabet of `data="letters"` is one capital with its turns: 15 for clients, 5 for validation and 6
+for testing. Capitals that look the same after half a turn (H, I, N, O, S, X, Z) have two of them.
 
 Reference: the head in closed form is that of Bertinetto, Henriques, Torr, Vedaldi, "Meta-learning
 with differentiable closed-form solvers", ICLR 2019 (R2-D2). Differences: the factor y is the lower
@@ -58,8 +60,8 @@ _SCALE = 8.0  # the first factor of scores, which are between 0 and 1
 
 @dataclass(frozen=True, kw_only=True)
 class FewShotEpisodes(Task):
-    data: Literal["digits", "omniglot"] = setting(
-        "digits", "characters; Omniglot is read from omniglot/omniglot_28x28.npz"
+    data: Literal["digits", "letters", "omniglot"] = setting(
+        "digits", "characters; handwritten capitals or Omniglot must be on disk"
     )
     data_dir: str | None = setting(
         None, "folder of that file's folder; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
@@ -67,7 +69,9 @@ class FewShotEpisodes(Task):
     split: Literal["alphabets", "characters"] = setting(
         "alphabets", "what is held out for validation and testing: whole alphabets, or characters of every alphabet"
     )
-    num_clients: int | None = setting(None, "clients; None: 11 on Omniglot and 4 on digits", symbol="M", least=1)
+    num_clients: int | None = setting(
+        None, "clients; None: 11 on Omniglot, 5 on letters, 4 on digits", symbol="M", least=1
+    )
     num_ways: int = setting(3, "characters of an episode", symbol="N", least=2)
     num_shots: int = setting(1, "images of a character for training", symbol="K", least=1)
     num_queries: int = setting(5, "images of a character for validation", least=1)

@@ -21,7 +21,8 @@ Data: in `chains`, characters follow a random Markov chain, which is also the ta
 `shakespeare`, the good sources are the longest roles, and the target is the text of all other
 roles. A bad source is the text of a role, corrupted in one of four ways: with its characters in
 random order, backwards, with half of its characters replaced by random ones, or with its first line
-repeated over and over.
+repeated over and over. In `python`, the good sources and the target are groups of topics of
+Python's manual, and a bad source is the code of a module, as it is: programs or tables.
 
 With `fairness` q > 0 the upper level minds clients that are served badly: F_i = CE(y; target_i) is
 replaced by F_i^(1+q) / (1+q), as in q-fair federated learning (Li et al., ICLR 2020). The mean over
@@ -53,6 +54,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, gelu, linear, log_softmax, softmax
 
+from fedbilevel.data.sets import python_texts
 from fedbilevel.data.sets.shakespeare import samples, shakespeare, vocabulary
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
@@ -78,8 +80,9 @@ class _Texts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing(Task):
-    data: Literal["chains", "shakespeare"] = setting(
-        "chains", "synthetic Markov chains, or plays of Shakespeare by role, which must be on disk"
+    data: Literal["chains", "python", "shakespeare"] = setting(
+        "chains",
+        "synthetic Markov chains, texts that every Python has, or plays of Shakespeare by role, which must be on disk",
     )
     data_dir: str | None = setting(
         None, "folder of the file; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
@@ -123,7 +126,7 @@ class Mixing(Task):
 
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
-        texts = self._chains(rng) if self.data == "chains" else self._plays(rng)
+        texts = {"chains": self._chains, "python": self._manual, "shakespeare": self._plays}[self.data](rng)
         dealt = [self._dealt(text, texts.characters, {"train": self.num_train}, rng) for text in texts.sources]
         target = self._dealt(texts.target, texts.characters, {"val": self.num_val, "test": self.num_test}, rng)
         clients: list[Holdings] = []
@@ -242,6 +245,17 @@ class Mixing(Task):
             for place, role in enumerate(longest)
         ]
         return _Texts(sources, "".join(roles[role] for role in roles if role not in longest), characters)
+
+    def _manual(self, rng: np.random.Generator) -> _Texts:
+        """Return groups of the manual's topics, the last of which is the target, and code of random modules."""
+        modules, groups = python_texts.MODULES, self.num_good + 1
+        if self.num_bad > len(modules):
+            raise ProblemError(f"there are {len(modules)} modules for {self.num_bad} bad sources: use fewer of them.")
+        topics = list(python_texts.topics().values())
+        order = rng.permutation(len(topics))
+        *good, target = ["".join(topics[i] for i in order[group::groups]) for group in range(groups)]
+        bad = [python_texts.module(modules[i]) for i in rng.permutation(len(modules))[: self.num_bad]]
+        return _Texts([*good, *bad], target, python_texts.CHARACTERS)
 
     def _dealt(
         self, text: str, characters: str, sizes: Mapping[str, int], rng: np.random.Generator
