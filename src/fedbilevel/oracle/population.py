@@ -19,9 +19,10 @@ from fedbilevel.oracle.portions import Portion, per_sample_statistics, size, squ
 from fedbilevel.oracle.precision import Precision, check_precision
 from fedbilevel.oracle.trial import Few, settle
 from fedbilevel.problem.client_data import Batch, ClientData, Holdings
+from fedbilevel.problem.independence import independent
 from fedbilevel.problem.layout import Layout
 from fedbilevel.problem.problem import Problem, with_features
-from fedbilevel.problem.validation import away, check_kind, check_losses, check_statistics, independent, own_figures, reads_index
+from fedbilevel.problem.validation import away, check_kind, check_losses, check_statistics, own_figures, reads_index
 
 # one vector, one row per client, or a function from positions to their rows
 Points = Tensor | Callable[[Tensor], Tensor]
