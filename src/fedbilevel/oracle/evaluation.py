@@ -6,7 +6,8 @@ There are three ways of evaluation, with the same numbers up to rounding:
     loop     one client after the other: less memory, and faster if a single client keeps the
              machine busy (convolutions on a CPU); gradients use fused attention and checkpoints
     pooled   one derivative of the clients' weighted mean loss, if only the mean at a shared
-             point is needed
+             point is needed; of losses whose values need no other samples, all samples are one
+             batch, so kernels are as large and as few as for one client
 
 `auto` takes vmap, or pooled if possible. If a call is long, `auto` measures the other ways once per
 derivative and shapes, on a CPU by processor time, which hardly depends on the load of the machine.
@@ -60,6 +61,7 @@ class Evaluation:
         layout_y: Layout,
         *,
         per_sample: Collection[str],
+        independent: Collection[str],
         strategy: str,
         chunk_size: int | None,
         compiles: bool,
@@ -69,9 +71,10 @@ class Evaluation:
 
         per_sample: losses (`upper`, `lower`) that return one value per sample, as `check_losses`
             found.
+        independent: those of them whose values do not depend on the other samples of a batch.
         """
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
-        self.per_sample = per_sample
+        self.per_sample, self.independent = per_sample, independent
         self.strategy, self.chunk_size, self.compiles = strategy, chunk_size, compiles
         self.precision: Precision = precision  # of derivatives; values are in full
         if compiles:
@@ -100,13 +103,7 @@ class Evaluation:
         fast: whether to use fast kernels that have no second derivative.
         low: whether to evaluate the loss in low precision; the sum over samples is in full.
         """
-        contract = self._contraction(loss, padded=padded)
-
-        def valued(x: Tensor, y: Tensor, fields: Fields) -> Any:
-            tree = self.layout_x.unravel(x)
-            return loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
-
-        values = lowered(valued, self.precision) if low else valued
+        contract, values = self._contraction(loss, padded=padded), self._values(loss, low=low)
 
         def flat(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
             value = values(x, y, fields)
@@ -114,23 +111,40 @@ class Evaluation:
 
         return plain(flat, () if fast else self.plain_kernels, low=low)
 
+    def _values(self, loss: Loss, *, low: bool) -> FlatLoss:
+        """Return a loss as a function of flat vectors, before its values per sample become one."""
+
+        def valued(x: Tensor, y: Tensor, fields: Fields) -> Any:
+            tree = self.layout_x.unravel(x)
+            return loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
+
+        return lowered(valued, self.precision) if low else valued
+
+    def _labels(self, function: Callable[..., Any], labels: Collection[str]) -> list[bool]:
+        """Return by loss that is this function whether it is among `labels`."""
+        return [label in labels for label in ("upper", "lower") if function is getattr(self.problem, label)]
+
     def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
         """Return a function that reduces values per sample to one value.
 
         The form of the two losses is known; the form of other functions is read from their results.
         """
-        forms = [label in self.per_sample for label in ("upper", "lower") if function is getattr(self.problem, label)]
+        forms = self._labels(function, self.per_sample)
         if not forms:
             return contracted
         if not forms[0]:
             return None
         return weighted if padded else mean
 
-    def pooled(self, loss: Loss, *, padded: bool, low: bool) -> FlatLoss:
+    def pooled(self, loss: Loss, *, padded: bool, low: bool, fast: bool = False) -> FlatLoss:
         """Return the weighted mean loss over clients.
 
         It multiplies with a shared matrix once for all clients.
+
+        fast: as in `flat`, for an independent loss.
         """
+        if all(self._labels(loss, self.independent)):
+            return self._joined(loss, padded=padded, low=low, fast=fast)
         each = vmap(self.flat(loss, padded=padded, low=low), in_dims=(None, None, 0))
 
         def pooled(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
@@ -138,6 +152,19 @@ class Evaluation:
             return (fields[_SHARES] * each(x, y, rest)).sum()
 
         return pooled
+
+    def _joined(self, loss: Loss, *, padded: bool, low: bool, fast: bool) -> FlatLoss:
+        """Return the weighted mean loss over clients from one batch of all their samples."""
+        values = self._values(loss, low=low)
+
+        def joined(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
+            weight = fields["weight"]  # (k, b), and no other field is per client
+            rest = {name: value.flatten(0, 1) for name, value in fields.items() if name != _SHARES}
+            found = values(x, y, rest).view_as(weight)
+            found = torch.where(weight > 0, found, 0.0) if padded else found
+            return ((weight * found).sum(1) * fields[_SHARES]).sum()
+
+        return plain(joined, () if fast else self.plain_kernels, low=low)
 
 
 class Plan:
@@ -170,7 +197,10 @@ class Plan:
             upper = evaluation.flat(losses[0], padded=padded, low=fast_low, fast=True)
             lower = evaluation.flat(losses[1], padded=padded, low=below if second else fast_low, fast=not second)
             self.alone = form(alone)(upper, lower)
-        self.mean = form(build)(*(evaluation.pooled(loss, padded=padded, low=one) for loss, one in lows))
+        # all samples in one batch are like one client
+        single = self.alone is not self.each and not second and len(evaluation.independent) == len(losses)
+        shared = (evaluation.pooled(loss, padded=padded, low=one, fast=single) for loss, one in lows)
+        self.mean = form(alone if single and alone is not None else build)(*shared)
         self.name, self.label = key[0], repr(key)
         self.way = evaluation.choices.get(self.label, way) if evaluation.strategy == "auto" else way
         self.is_derivative = is_derivative  # functions of measurements are not worth compiling

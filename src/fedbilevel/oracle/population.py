@@ -19,6 +19,7 @@ from fedbilevel.oracle.portions import Portion, per_sample_statistics, size, squ
 from fedbilevel.oracle.precision import Precision, check_precision
 from fedbilevel.oracle.trial import Few, settle
 from fedbilevel.problem.client_data import Batch, ClientData, Holdings
+from fedbilevel.problem.independence import independent
 from fedbilevel.problem.layout import Layout
 from fedbilevel.problem.problem import Problem, with_features
 from fedbilevel.problem.validation import away, check_kind, check_losses, check_statistics, own_figures, reads_index
@@ -58,7 +59,9 @@ class Population:
         self.layout_x, self.x0 = self._initial_x()
         self.layout_y = Layout(problem.y0)
         self.y0 = self.layout_y.ravel(problem.y0).detach().to(device=device, dtype=dtype)
-        self.per_sample = check_losses(problem, self.data, self.layout_x, self.layout_y, self._own_x(0), self.y0)
+        start = self._own_x(0), self.y0
+        self.per_sample = check_losses(problem, self.data, self.layout_x, self.layout_y, *start)
+        self.independent = independent(problem, self.data, self.layout_x, self.layout_y, *start, self.per_sample)
         check_statistics(problem, self.data, self.layout_x, self.layout_y, self._own_x, self.y0)
         make = partial(self._oracle, precision=precision)
         self.oracle, self.second = make(strategy, chunk_size), second
@@ -75,6 +78,7 @@ class Population:
             self.layout_x,
             self.layout_y,
             per_sample=self.per_sample,
+            independent=self.independent,
             strategy=strategy,
             chunk_size=chunk_size,
             precision=precision,
