@@ -73,6 +73,7 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
 HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
+PER_FEATURE = 10.0  # labels that are right, from which on given labels teach a classifier better than posteriors
 OF_LOGS = 4.0  # scores that are logarithms of probabilities need smaller factors
 
 
@@ -100,7 +101,11 @@ class LabelEM(Folds):
 
     def labels_of(self, state: State) -> str:
         refined = len(state.weights) > len(state.y)
-        return "soft" if refined and self.targets == "auto" else super().labels_of(state)
+        return self.logistic_targets(state) if refined and self.targets == "auto" else super().labels_of(state)
+
+    def logistic_targets(self, state: State) -> str:
+        """Return what logistic classifiers learn from: by how many labels are right, as an expectation."""
+        return "weighted" if float(state.learned[1]) >= PER_FEATURE * len(state.centre) else "soft"
 
     def init(self, fed: Federation) -> State:
         state = super().init(fed)
@@ -116,12 +121,12 @@ class LabelEM(Folds):
     def _heated(self, fed: Federation, state: State, copies: Tensor) -> State:
         """Return the state with the b that the clean samples choose, if there are enough of them."""
         if float(state.counts[1]) * fed.num_clients < self.least_clean:
-            return state._replace(learned=torch.full((1,), CLOSED, dtype=torch.float64, device=state.y.device))
+            return state._replace(learned=state.y.new_tensor([CLOSED, 0.0], dtype=torch.float64))
         fit = fed.mean(
             self.clean_fit, inverse=state.inverse, weights=state.weights, copies=copies, centre=state.centre,
             scale=state.scale,
         ).fit  # fmt: skip
-        return state._replace(heat=self.heats[int(fit.argmax())], learned=fit.double().max()[None])
+        return state._replace(heat=self.heats[int(fit.argmax())], learned=fit.new_tensor([fit.max(), 0.0], dtype=torch.float64))
 
     def _stepped(self, fed: Federation, state: State) -> State:
         """Take E and M steps at the present scores until T hardly changes."""
@@ -135,7 +140,7 @@ class LabelEM(Folds):
                 float((transition - state.transition).abs().max()),
             )
             settled = change < self.tolerance and heat == state.heat
-            state = state._replace(transition=transition, heat=heat)
+            state = state._replace(transition=transition, heat=heat, learned=torch.stack([state.learned[0], counts.trace()]))
             if settled:
                 break
         return state
@@ -147,10 +152,10 @@ class LabelEM(Folds):
             if fed.iteration < self.num_passes:
                 return state
         else:
-            if self.reads == "probabilities" or float(state.learned) == CLOSED:
+            if self.reads == "probabilities" or float(state.learned[0]) == CLOSED:
                 return state
-            state = self.by_folds(fed, state)
-            if float(state.learned) == CLOSED:
+            state = self.by_folds(fed, state, self.logistic_targets(state))
+            if float(state.learned[0]) == CLOSED:
                 return state  # the present posteriors stay
             state = self._stepped(fed, state)
         last = fed.mean(
