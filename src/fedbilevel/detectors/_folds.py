@@ -6,9 +6,10 @@ divided into K folds by address. For every fold k,
     W_k = argmin of (sum of w_j CE(W; z_j, t_j) over training and clean samples outside of k) / (sum of w_j)
           + l2/2 |W|^2,      S_j = z_j' W_k for the samples j of the fold k
 
-with posteriors as targets t_j, or with the given labels, weighted by their posteriors w_j. All W_k are trained side by side in the same rounds, from W = 0. The
-scores replace the present ones only if the clean samples, each scored without itself, are more likely
-by them, at the best b of each.
+with posteriors as targets t_j and w_j = 1, or with the given labels and their posteriors as weights
+w_j. All W_k are trained side by side in the same rounds, from W = 0. The scores replace the present
+ones only if the clean samples, each scored without itself, are more likely by them, at the best b of
+each.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ class Folds(Scored):
         weights = last.flatten().to(state.y.dtype)
         fit = fed.mean(self.fold_fit, weights=weights, **state.units).fit.double()
         if not float(fit.max()) > float(state.learned[0]):
-            return state._replace(learned=state.learned.new_tensor([CLOSED, *state.learned[1:]]))  # x stays, and so would this answer
+            closed = torch.full_like(state.learned[:1], CLOSED)  # x stays, and so would this answer
+            return state._replace(learned=torch.cat([closed, state.learned[1:]]))
         score = fed.mean(self.fold_scores, weights=weights, **state.units).score
-        return state._replace(weights=weights, score=score, heat=FOLD_HEATS[int(fit.argmax())], learned=torch.stack([fit.max(), state.learned[1]]))
+        learned = torch.cat([fit.max()[None], state.learned[1:]])
+        return state._replace(weights=weights, score=score, heat=FOLD_HEATS[int(fit.argmax())], learned=learned)
 
     @phase
     def fold_slopes(
@@ -70,9 +73,9 @@ class Folds(Scored):
             clients.unpadded(x), self.divided(clients, "train", centre, scale),
             self.divided(clients, "val", centre, scale), strict=True,
         ):  # fmt: skip
-            target, mass = learned_from(soft_labels.posterior(own, label), label, targets)
-            right = _rows.given(checked, target.shape[1], z)
-            parts = [(z, target, mass, fold), (zc, right, torch.ones_like(right[:, :1]), clean_fold)]
+            parts = [(z, *learned_from(soft_labels.posterior(own, label), label, targets), fold)]
+            right = _rows.given(checked, parts[0][1].shape[1], z)
+            parts.append((zc, right, torch.ones_like(right[:, :1]), clean_fold))
             sums, num = [], []
             for rows, target, mass, part in parts:
                 outside = mass * (part[:, None] != torch.arange(self.num_folds, device=z.device))

@@ -121,12 +121,12 @@ class LabelEM(Folds):
     def _heated(self, fed: Federation, state: State, copies: Tensor) -> State:
         """Return the state with the b that the clean samples choose, if there are enough of them."""
         if float(state.counts[1]) * fed.num_clients < self.least_clean:
-            return state._replace(learned=state.y.new_tensor([CLOSED, 0.0], dtype=torch.float64))
+            return state._replace(learned=_learned(state, CLOSED))
         fit = fed.mean(
             self.clean_fit, inverse=state.inverse, weights=state.weights, copies=copies, centre=state.centre,
             scale=state.scale,
         ).fit  # fmt: skip
-        return state._replace(heat=self.heats[int(fit.argmax())], learned=fit.new_tensor([fit.max(), 0.0], dtype=torch.float64))
+        return state._replace(heat=self.heats[int(fit.argmax())], learned=_learned(state, float(fit.max())))
 
     def _stepped(self, fed: Federation, state: State) -> State:
         """Take E and M steps at the present scores until T hardly changes."""
@@ -140,7 +140,8 @@ class LabelEM(Folds):
                 float((transition - state.transition).abs().max()),
             )
             settled = change < self.tolerance and heat == state.heat
-            state = state._replace(transition=transition, heat=heat, learned=torch.stack([state.learned[0], counts.trace()]))
+            learned = torch.stack([state.learned[0], counts.trace()])
+            state = state._replace(transition=transition, heat=heat, learned=learned)
             if settled:
                 break
         return state
@@ -254,3 +255,8 @@ class LabelEM(Folds):
             rows = clients.memory.read("transition", default=rows)
         side = round(len(transition) ** 0.5)
         return [row.view(side, side) for row in rows]
+
+
+def _learned(state: State, fit: float) -> Tensor:
+    """Return the clean samples' log-likelihood, and a place for the expected number of right labels."""
+    return state.y.new_tensor([fit, 0.0], dtype=torch.float64)
