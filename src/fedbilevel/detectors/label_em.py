@@ -27,14 +27,17 @@ the sample; they stay, nothing refines them, and b is a temperature.
 With transition="own", client i has T_i = rownorm(N_i + pull T), which never travels, for clients that
 differ in their noise.
 
-The last `num_refinements` outer iterations replace the ridge regression by logistic regressions on
-q, one for each of K folds, which score the samples of the fold that they have not seen (`_folds`).
+The last `num_refinements` outer iterations replace the ridge regression by logistic regressions, one
+for each of K folds, which score the samples of the fold that they have not seen (`_folds`). They learn
+from the given labels weighted by q_j,label, the probability that the label is right, if ten labels per
+feature or more are right as an expectation (sum_k N_kk >= 10 d), and otherwise from q: few labels
+teach less than q does, but errors of q repeat themselves in a classifier that learns from q.
 They are better classifiers, but have no exact leave-one-out scores. The clean samples choose b here
 too, from 41 values, and whether such scores replace those before; with fewer than `least_clean` clean
 samples, they never do.
 
-Afterwards both classifiers of `Detector` are trained and the guard decides. With targets="auto", the
-cleaned classifier learns from the posteriors if they were refined.
+Afterwards both classifiers of `Detector` are trained and the guard decides. With targets="auto" and
+refined posteriors, the cleaned classifier learns from the same targets as the last folds would.
 
 Reference: Dawid and Skene, "Maximum likelihood estimation of observer error-rates using the EM
 algorithm", Applied Statistics 1979, for q and T. The scores are own work.
@@ -73,7 +76,7 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
 HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
-PER_FEATURE = 10.0  # labels that are right, from which on given labels teach a classifier better than posteriors
+PER_FEATURE = 10.0  # right labels, from which on given labels teach a classifier better than posteriors
 OF_LOGS = 4.0  # scores that are logarithms of probabilities need smaller factors
 
 
@@ -104,7 +107,7 @@ class LabelEM(Folds):
         return self.logistic_targets(state) if refined and self.targets == "auto" else super().labels_of(state)
 
     def logistic_targets(self, state: State) -> str:
-        """Return what logistic classifiers learn from: by how many labels are right, as an expectation."""
+        """Return what logistic classifiers learn from, by the expected number of right labels."""
         return "weighted" if float(state.learned[1]) >= PER_FEATURE * len(state.centre) else "soft"
 
     def init(self, fed: Federation) -> State:
