@@ -80,26 +80,21 @@ def test_refined_posteriors_are_those_of_classifiers_without_the_fold_of_the_sam
     np.testing.assert_allclose(posteriors(fed, state, built), q, atol=1e-8)
     assert state.heat == hand.heat
     assert float(state.learned[0]) * 3 == pytest.approx(best, abs=1e-9)
-    assert em.logistic_targets(state) == targets
+    assert em.fold_targets(state) == targets
     assert len({*fold}) == len({*clean_fold}) == 3
     assert np.abs(q - hand.passes()).max() > 0.01  # the refinement changes something
 
 
-def test_given_labels_are_learned_from_if_ten_per_feature_are_expected_to_be_right(monkeypatch):
+def test_folds_learn_from_given_labels_if_ten_per_feature_are_expected_to_be_right():
     """These clients have 4 features."""
-    built, em = small(), LabelEM(ridge=2.0, l2=0.03, num_folds=3, num_fold_rounds=100, num_fit_rounds=2, least_clean=2)
-    fed, state = drive(em, built, em.num_detections())
+    built, em = small(), LabelEM(ridge=2.0, l2=0.03, num_folds=3, least_clean=2)
     label = np.concatenate([client["train"]["label"] for client in built.clients])
-    expected = posteriors(fed, state, built)[range(len(label)), label].sum()
-    assert float(state.learned[1]) == pytest.approx(expected, abs=0.5)  # a step of T lies between them
-    for right, targets in ((40.0, "weighted"), (39.9, "soft")):
-        assert em.labels_of(state._replace(learned=torch.tensor([0.0, right]))) == targets
-    assert drive(em, built, em.num_iterations())[1].found["targets"] == "weighted"
-    monkeypatch.setattr(label_em, "PER_FEATURE", 100.0)
-    assert drive(em, built, em.num_iterations())[1].found["targets"] == "soft"
-    for targets in ("kept", "soft"):
-        named = LabelEM(targets=targets)
-        assert named.labels_of(state) == targets
+    for iterations in (em.num_passes, em.num_detections()):
+        fed, state = drive(em, built, iterations)
+        expected = posteriors(fed, state, built)[range(len(label)), label].sum()
+        assert float(state.learned[1]) == pytest.approx(expected, abs=0.5)  # a step of T lies between them
+        for right, targets in ((40.0, "weighted"), (39.9, "soft")):
+            assert em.fold_targets(state._replace(learned=torch.tensor([0.0, right]))) == targets
 
 
 def clean_scores(hand: ByHand, q_before: np.ndarray) -> np.ndarray:
@@ -128,7 +123,7 @@ def test_samples_of_the_guard_are_scored_by_the_classifier_of_one_fold():
     hand = ByHand(built, em)
     sizes = tuple(round(0.5 * num) for num in CLEAN)
     models = state.weights.view(3, 5, CLASSES).numpy()
-    assert em.labels_of(state) == "weighted"
+    assert em.labels_of(state) == "soft"
     S = np.stack([z @ models[k] for z, k in zip(hand.zh, folds("held", sizes, 3), strict=True)])
     T = normed(state.transition.view(CLASSES, CLASSES).numpy())
     q = softmax(log_softmax(state.heat * S, axis=1) + np.log(T[:, hand.yh].T), axis=1)

@@ -35,7 +35,8 @@ NAMES = ("cleaned", "plain")
 L2_GRID = (0.001, 0.01, 0.1, 1.0)
 TARGETS = (
     "train the cleaned classifier on labels that are kept, on all posteriors, or on all given labels weighted by "
-    "their posteriors; auto: kept labels, or posteriors if more than half of the labels are estimated to be wrong"
+    "their posteriors; auto: the rule of the detector, or else kept labels, and posteriors if more than half of the "
+    "labels are estimated to be wrong"
 )
 Part = Literal["all", "rest", "fold"]  # of a client's training samples
 

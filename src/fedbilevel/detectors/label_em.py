@@ -36,8 +36,8 @@ They are better classifiers, but have no exact leave-one-out scores. The clean s
 too, from 41 values, and whether such scores replace those before; with fewer than `least_clean` clean
 samples, they never do.
 
-Afterwards both classifiers of `Detector` are trained and the guard decides. With targets="auto" and
-refined posteriors, the cleaned classifier learns from the same targets as the last folds would.
+Afterwards both classifiers of `Detector` are trained and the guard decides. With targets="auto", the
+cleaned classifier learns from the posteriors if they were refined.
 
 Reference: Dawid and Skene, "Maximum likelihood estimation of observer error-rates using the EM
 algorithm", Applied Statistics 1979, for q and T. The scores are own work.
@@ -76,7 +76,7 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
 HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
-PER_FEATURE = 10.0  # right labels, from which on given labels teach a classifier better than posteriors
+PER_FEATURE = 10.0  # right labels, from which on given labels teach the folds better than posteriors
 OF_LOGS = 4.0  # scores that are logarithms of probabilities need smaller factors
 
 
@@ -104,10 +104,10 @@ class LabelEM(Folds):
 
     def labels_of(self, state: State) -> str:
         refined = len(state.weights) > len(state.y)
-        return self.logistic_targets(state) if refined and self.targets == "auto" else super().labels_of(state)
+        return "soft" if refined and self.targets == "auto" else super().labels_of(state)
 
-    def logistic_targets(self, state: State) -> str:
-        """Return what logistic classifiers learn from, by the expected number of right labels."""
+    def fold_targets(self, state: State) -> str:
+        """Return what the classifiers of the folds learn from, by the expected number of right labels."""
         return "weighted" if float(state.learned[1]) >= PER_FEATURE * len(state.centre) else "soft"
 
     def init(self, fed: Federation) -> State:
@@ -158,7 +158,7 @@ class LabelEM(Folds):
         else:
             if self.reads == "probabilities" or float(state.learned[0]) == CLOSED:
                 return state
-            state = self.by_folds(fed, state, self.logistic_targets(state))
+            state = self.by_folds(fed, state, self.fold_targets(state))
             if float(state.learned[0]) == CLOSED:
                 return state  # the present posteriors stay
             state = self._stepped(fed, state)
