@@ -80,6 +80,14 @@ def test_wrong_labels_are_found_and_their_true_labels_suggested(tmp_path):
     assert written["noise"] == pytest.approx(np.mean([*found.noise.values()]))  # clients of one size
 
 
+def test_a_cleaning_says_what_its_classifier_learned_from():
+    """Logistic regressions win against so strong a ridge."""
+    clients, settings = noisy(num_val=60), {"num_fit_rounds": 2, "ridge": 5.0}
+    assert fb.clean_labels(clients, **settings).targets == "soft"
+    assert fb.clean_labels(clients, **settings, num_refinements=0).targets == "kept"
+    assert fb.clean_labels(clients, **settings, targets="weighted").targets == "weighted"
+
+
 def test_the_transition_matrix_follows_from_the_labels_of_any_detector():
     clients = noisy(num_val=60)
     for detector, most in (("confident", 0.08), ("label_em", 0.03)):  # x of confident holds no probabilities
@@ -289,7 +297,7 @@ def test_the_transitions_of_a_stopped_cleaning_follow_from_its_posteriors():
 
 def test_a_stopped_cleaning_is_unchecked():
     found = fb.clean_labels(noisy(), callbacks=[lambda progress: progress.iteration == 3])
-    assert found.verdict == "unchecked"
+    assert (found.verdict, found.targets) == ("unchecked", None)
 
 
 def one(**changes):

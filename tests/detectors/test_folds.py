@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.special import log_softmax, softmax
 
+from fedbilevel.detectors import label_em
 from fedbilevel.detectors._folds import FOLD_HEATS
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.problem.draws import Stream
@@ -24,13 +25,13 @@ def folds(purpose: str, sizes: tuple[int, ...], num_folds: int) -> np.ndarray:
     return np.concatenate(found)
 
 
-def minimiser(z: np.ndarray, target: np.ndarray, l2: float) -> np.ndarray:
-    """W of a mean cross-entropy with a squared norm, by Newton steps with the dense Hessian."""
-    rows, wanted = torch.tensor(z), torch.tensor(target)
+def minimiser(z: np.ndarray, target: np.ndarray, mass: np.ndarray, l2: float) -> np.ndarray:
+    """W of a weighted mean cross-entropy with a squared norm, by Newton steps with the dense Hessian."""
+    rows, wanted, share = torch.tensor(z), torch.tensor(target), torch.tensor(mass / mass.sum())
 
     def loss(flat: torch.Tensor) -> torch.Tensor:
         model = flat.view(z.shape[1], CLASSES)
-        return -(wanted * (rows @ model).log_softmax(1)).sum(1).mean() + 0.5 * l2 * (model**2).sum()
+        return -share @ (wanted * (rows @ model).log_softmax(1)).sum(1) + 0.5 * l2 * (model**2).sum()
 
     flat = torch.zeros(z.shape[1] * CLASSES, dtype=torch.float64)
     for _ in range(30):
@@ -40,7 +41,9 @@ def minimiser(z: np.ndarray, target: np.ndarray, l2: float) -> np.ndarray:
     return flat.view(z.shape[1], CLASSES).numpy()
 
 
-def test_refined_posteriors_are_those_of_classifiers_without_the_fold_of_the_sample():
+@pytest.mark.parametrize("targets", ["soft", "weighted"])
+def test_refined_posteriors_are_those_of_classifiers_without_the_fold_of_the_sample(monkeypatch, targets):
+    monkeypatch.setattr(label_em, "PER_FEATURE", {"soft": 100.0, "weighted": 0.0}[targets])
     built = small()
     em = LabelEM(
         ridge=2.0, num_passes=3, num_refinements=2, num_folds=3, num_fold_rounds=600, num_steps=4, l2=0.03,
@@ -56,10 +59,13 @@ def test_refined_posteriors_are_those_of_classifiers_without_the_fold_of_the_sam
     for _ in range(em.num_refinements):
         S, Sc = np.zeros((len(q), CLASSES)), np.zeros((len(hand.yc), CLASSES))
         found = []
+        given = np.eye(CLASSES)[hand.label]
+        aim, right = (q, np.ones(len(q))) if targets == "soft" else (given, (q * given).sum(1))
         for k in range(3):
             z = np.concatenate([hand.z[fold != k], hand.zc[clean_fold != k]])
-            target = np.concatenate([q[fold != k], np.eye(CLASSES)[hand.yc[clean_fold != k]]])
-            found.append(minimiser(z, target, 0.03))
+            target = np.concatenate([aim[fold != k], np.eye(CLASSES)[hand.yc[clean_fold != k]]])
+            mass = np.concatenate([right[fold != k], np.ones((clean_fold != k).sum())])
+            found.append(minimiser(z, target, mass, 0.03))
             S[fold == k], Sc[clean_fold == k] = hand.z[fold == k] @ found[k], hand.zc[clean_fold == k] @ found[k]
         heat = max(FOLD_HEATS, key=lambda b, Sc=Sc: likely(b, Sc))
         taken.append(likely(heat, Sc) > best)
@@ -73,9 +79,22 @@ def test_refined_posteriors_are_those_of_classifiers_without_the_fold_of_the_sam
     np.testing.assert_allclose(state.weights.view(3, 5, CLASSES), models, atol=1e-8)
     np.testing.assert_allclose(posteriors(fed, state, built), q, atol=1e-8)
     assert state.heat == hand.heat
-    assert float(state.learned) * 3 == pytest.approx(best, abs=1e-9)
+    assert float(state.learned[0]) * 3 == pytest.approx(best, abs=1e-9)
+    assert em.fold_targets(state) == targets
     assert len({*fold}) == len({*clean_fold}) == 3
     assert np.abs(q - hand.passes()).max() > 0.01  # the refinement changes something
+
+
+def test_folds_learn_from_given_labels_if_ten_per_feature_are_expected_to_be_right():
+    """These clients have 4 features."""
+    built, em = small(), LabelEM(ridge=2.0, l2=0.03, num_folds=3, least_clean=2)
+    label = np.concatenate([client["train"]["label"] for client in built.clients])
+    for iterations in (em.num_passes, em.num_detections()):
+        fed, state = drive(em, built, iterations)
+        expected = posteriors(fed, state, built)[range(len(label)), label].sum()
+        assert float(state.learned[1]) == pytest.approx(expected, abs=0.5)  # a step of T lies between them
+        for right, targets in ((40.0, "weighted"), (39.9, "soft")):
+            assert em.fold_targets(state._replace(learned=torch.tensor([0.0, right]))) == targets
 
 
 def clean_scores(hand: ByHand, q_before: np.ndarray) -> np.ndarray:

@@ -29,6 +29,8 @@ class Cleaning:
     gain, interval: gain in accuracy on held-out clean samples, and its 95 % interval.
     model: the classifier that the guard chose, as weights and biases.
     classifiers: both classifiers, `cleaned` and `plain`.
+    targets: what `cleaned` learned from: "kept" labels, the posteriors ("soft"), or the given labels
+        "weighted" by their posteriors; None for a run that was stopped before its end.
     truth, tested: precision and recall of the flags where wrong labels are marked, and accuracies of
         both classifiers where there are test samples.
     last: the network that the guard chose among those trained again, with retrain=True.
@@ -63,6 +65,10 @@ class Cleaning:
     @property
     def verdict(self) -> str:
         return str(self.found["verdict"])
+
+    @property
+    def targets(self) -> str | None:
+        return self.found.get("targets")
 
     @property
     def wrong(self) -> list[np.ndarray]:

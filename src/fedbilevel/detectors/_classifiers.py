@@ -35,7 +35,8 @@ NAMES = ("cleaned", "plain")
 L2_GRID = (0.001, 0.01, 0.1, 1.0)
 TARGETS = (
     "train the cleaned classifier on labels that are kept, on all posteriors, or on all given labels weighted by "
-    "their posteriors; auto: kept labels, or posteriors if more than half of the labels are estimated to be wrong"
+    "their posteriors; auto: the rule of the detector, or else kept labels, and posteriors if more than half of the "
+    "labels are estimated to be wrong"
 )
 Part = Literal["all", "rest", "fold"]  # of a client's training samples
 
@@ -187,11 +188,17 @@ def labelled(clients: Clients, x: Tensor, centre: Tensor, scale: Tensor, targets
     for train, own, used in zip(clients.samples("train"), clients.unpadded(x), numbers(clients, part), strict=True):
         z, q = _rows.standardised(train, centre, scale), soft_labels.posterior(own, train["label"])
         plain = _rows.given(train["label"], q.shape[1], z)
-        right = (q * plain).sum(1, keepdim=True)
-        keep = {"soft": torch.ones_like(right), "weighted": right, "kept": (right >= 0.5).to(z.dtype)}[targets]
-        target = q if targets == "soft" else plain
+        target, keep = learned_from(q, train["label"], targets)
         found.append(Labelled(z[used], target[used], keep[used], plain[used]))
     return found
+
+
+def learned_from(q: Tensor, label: Tensor, targets: str) -> tuple[Tensor, Tensor]:
+    """Return targets (n, C) and weights (n, 1) of samples with posteriors q."""
+    plain = _rows.given(label, q.shape[1], q)
+    right = (q * plain).sum(1, keepdim=True)
+    keep = {"soft": torch.ones_like(right), "weighted": right, "kept": (right >= 0.5).to(q.dtype)}[targets]
+    return q if targets == "soft" else plain, keep
 
 
 def numbers(clients: Clients, part: Part) -> list[Any]:

@@ -3,12 +3,13 @@
 The training samples of every client, and its clean samples that are not held for the guard, are
 divided into K folds by address. For every fold k,
 
-    W_k = argmin of (sum of CE(W; z_j, q_j) over training and clean samples outside of k) / number
+    W_k = argmin of (sum of w_j CE(W; z_j, t_j) over training and clean samples outside of k) / (sum of w_j)
           + l2/2 |W|^2,      S_j = z_j' W_k for the samples j of the fold k
 
-with posteriors q as targets. All W_k are trained side by side in the same rounds, from W = 0. The
-scores replace the present ones only if the clean samples, each scored without itself, are more likely
-by them, at the best b of each.
+with posteriors as targets t_j and w_j = 1, or with the given labels and their posteriors as weights
+w_j. All W_k are trained side by side in the same rounds, from W = 0. The scores replace the present
+ones only if the clean samples, each scored without itself, are more likely by them, at the best b of
+each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
-from fedbilevel.detectors._classifiers import scores
+from fedbilevel.detectors._classifiers import learned_from, scores
 from fedbilevel.detectors._descent import bound_of, bounded_step
 from fedbilevel.detectors._scored import Scored
 from fedbilevel.detectors._state import State
@@ -37,13 +38,17 @@ class Folds(Scored):
     num_folds: int = setting(5, "parts of the samples, of which each is scored by the others", symbol="K", least=2)
     num_fold_rounds: int = setting(20, "rounds that train the classifiers of the folds", least=1)
 
-    def by_folds(self, fed: Federation, state: State) -> State:
-        """Return the state with W_k as weights, S and b, or the present ones if these are more likely."""
+    def by_folds(self, fed: Federation, state: State, targets: str) -> State:
+        """Return the state with W_k as weights, S and b, or the present ones if these are more likely.
+
+        targets: "soft" or "weighted", what W_k learn from.
+        """
         gram = _rows.unpacked(state.gram.double())
         last = now = gram.new_zeros(self.num_folds, len(gram), len(state.y) // len(gram))
         age, l2 = [0] * self.num_folds, self.fixed_l2()
         for _ in range(self.num_fold_rounds):
-            found = fed.mean(self.fold_slopes, weights=now.flatten().to(state.y.dtype), x=state.x, **state.units)
+            flat = now.flatten().to(state.y.dtype)
+            found = fed.mean(self.fold_slopes, weights=flat, x=state.x, targets=targets, **state.units)
             weight = found.weight.double()[:, None, None]
             slope = found.slope.double().view(now.shape) / weight + l2 * now
             steps = [bounded_step(*one) for one in zip(bound_of(gram, weight, l2), slope, now, last, age, strict=True)]
@@ -51,27 +56,30 @@ class Folds(Scored):
             last, now = torch.stack(new), torch.stack(further)
         weights = last.flatten().to(state.y.dtype)
         fit = fed.mean(self.fold_fit, weights=weights, **state.units).fit.double()
-        if not float(fit.max()) > float(state.learned):
-            return state._replace(learned=torch.full_like(state.learned, CLOSED))  # x stays, and so would this answer
+        if not float(fit.max()) > float(state.learned[0]):
+            closed = torch.full_like(state.learned[:1], CLOSED)  # x stays, and so would this answer
+            return state._replace(learned=torch.cat([closed, state.learned[1:]]))
         score = fed.mean(self.fold_scores, weights=weights, **state.units).score
-        return state._replace(weights=weights, score=score, heat=FOLD_HEATS[int(fit.argmax())], learned=fit.max()[None])
+        learned = torch.cat([fit.max()[None], state.learned[1:]])
+        return state._replace(weights=weights, score=score, heat=FOLD_HEATS[int(fit.argmax())], learned=learned)
 
     @phase
     def fold_slopes(
-        self, clients: Clients, weights: Tensor, x: Tensor, centre: Tensor, scale: Tensor
+        self, clients: Clients, weights: Tensor, x: Tensor, centre: Tensor, scale: Tensor, targets: str
     ) -> dict[str, Tensor]:
-        """Return sum z (p - q)' over the samples outside of every fold, and their numbers."""
+        """Return sum w z (p - t)' over the samples outside of every fold, and the sums of w."""
         slopes, counts = [], []
         for own, (z, label, fold), (zc, checked, clean_fold) in zip(
             clients.unpadded(x), self.divided(clients, "train", centre, scale),
             self.divided(clients, "val", centre, scale), strict=True,
         ):  # fmt: skip
-            q = soft_labels.posterior(own, label)
-            parts = [(z, q, fold), (zc, _rows.given(checked, q.shape[1], z), clean_fold)]
+            parts = [(z, *learned_from(soft_labels.posterior(own, label), label, targets), fold)]
+            right = _rows.given(checked, parts[0][1].shape[1], z)
+            parts.append((zc, right, torch.ones_like(right[:, :1]), clean_fold))
             sums, num = [], []
-            for rows, target, part in parts:
-                outside = (part[:, None] != torch.arange(self.num_folds, device=z.device)).to(z.dtype)
-                gaps = (scores(rows, weights, q.shape[1]).softmax(2) - target[:, None]) * outside[:, :, None]
+            for rows, target, mass, part in parts:
+                outside = mass * (part[:, None] != torch.arange(self.num_folds, device=z.device))
+                gaps = (scores(rows, weights, target.shape[1]).softmax(2) - target[:, None]) * outside[:, :, None]
                 sums.append(gaps.flatten(1).T @ rows)
                 num.append(outside.sum(0))
             slopes.append((sums[0] + sums[1]).view(self.num_folds, -1, z.shape[1]).transpose(1, 2).flatten())

@@ -27,8 +27,11 @@ the sample; they stay, nothing refines them, and b is a temperature.
 With transition="own", client i has T_i = rownorm(N_i + pull T), which never travels, for clients that
 differ in their noise.
 
-The last `num_refinements` outer iterations replace the ridge regression by logistic regressions on
-q, one for each of K folds, which score the samples of the fold that they have not seen (`_folds`).
+The last `num_refinements` outer iterations replace the ridge regression by logistic regressions, one
+for each of K folds, which score the samples of the fold that they have not seen (`_folds`). They learn
+from the given labels weighted by q_j,label, the probability that the label is right, if ten labels per
+feature or more are right as an expectation (sum_k N_kk >= 10 d), and otherwise from q: few labels
+teach less than q does, but errors of q repeat themselves in a classifier that learns from q.
 They are better classifiers, but have no exact leave-one-out scores. The clean samples choose b here
 too, from 41 values, and whether such scores replace those before; with fewer than `least_clean` clean
 samples, they never do.
@@ -73,6 +76,7 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
 HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
+PER_FEATURE = 10.0  # right labels, from which on given labels teach the folds better than posteriors
 OF_LOGS = 4.0  # scores that are logarithms of probabilities need smaller factors
 
 
@@ -102,6 +106,10 @@ class LabelEM(Folds):
         refined = len(state.weights) > len(state.y)
         return "soft" if refined and self.targets == "auto" else super().labels_of(state)
 
+    def fold_targets(self, state: State) -> str:
+        """Return what the classifiers of the folds learn from, by the expected number of right labels."""
+        return "weighted" if float(state.learned[1]) >= PER_FEATURE * len(state.centre) else "soft"
+
     def init(self, fed: Federation) -> State:
         state = super().init(fed)
         if self.reads == "probabilities":
@@ -116,12 +124,12 @@ class LabelEM(Folds):
     def _heated(self, fed: Federation, state: State, copies: Tensor) -> State:
         """Return the state with the b that the clean samples choose, if there are enough of them."""
         if float(state.counts[1]) * fed.num_clients < self.least_clean:
-            return state._replace(learned=torch.full((1,), CLOSED, dtype=torch.float64, device=state.y.device))
+            return state._replace(learned=_learned(state, CLOSED))
         fit = fed.mean(
             self.clean_fit, inverse=state.inverse, weights=state.weights, copies=copies, centre=state.centre,
             scale=state.scale,
         ).fit  # fmt: skip
-        return state._replace(heat=self.heats[int(fit.argmax())], learned=fit.double().max()[None])
+        return state._replace(heat=self.heats[int(fit.argmax())], learned=_learned(state, float(fit.max())))
 
     def _stepped(self, fed: Federation, state: State) -> State:
         """Take E and M steps at the present scores until T hardly changes."""
@@ -135,7 +143,8 @@ class LabelEM(Folds):
                 float((transition - state.transition).abs().max()),
             )
             settled = change < self.tolerance and heat == state.heat
-            state = state._replace(transition=transition, heat=heat)
+            learned = torch.stack([state.learned[0], counts.trace()])
+            state = state._replace(transition=transition, heat=heat, learned=learned)
             if settled:
                 break
         return state
@@ -147,10 +156,10 @@ class LabelEM(Folds):
             if fed.iteration < self.num_passes:
                 return state
         else:
-            if self.reads == "probabilities" or float(state.learned) == CLOSED:
+            if self.reads == "probabilities" or float(state.learned[0]) == CLOSED:
                 return state
-            state = self.by_folds(fed, state)
-            if float(state.learned) == CLOSED:
+            state = self.by_folds(fed, state, self.fold_targets(state))
+            if float(state.learned[0]) == CLOSED:
                 return state  # the present posteriors stay
             state = self._stepped(fed, state)
         last = fed.mean(
@@ -249,3 +258,8 @@ class LabelEM(Folds):
             rows = clients.memory.read("transition", default=rows)
         side = round(len(transition) ** 0.5)
         return [row.view(side, side) for row in rows]
+
+
+def _learned(state: State, fit: float) -> Tensor:
+    """Return the clean samples' log-likelihood, and a place for the expected number of right labels."""
+    return state.y.new_tensor([fit, 0.0], dtype=torch.float64)
