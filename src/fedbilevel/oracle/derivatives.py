@@ -124,15 +124,15 @@ def all_directions(one_upper: bool, one_second: bool, one_lower: bool) -> Build:
     def build(upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
         def directions(x: Tensor, y: Tensor, u: Tensor, *fields: Fields) -> tuple[Tensor, Tensor, Tensor]:
             b_gy, b_fx, b_fy, b_ju, b_hu = fields
-            if one_upper:
-                d_fx, d_fy = grad(upper, argnums=(0, 1))(x, y, b_fx)
-            else:
-                d_fx, d_fy = grad(upper, argnums=0)(x, y, b_fx), grad(upper, argnums=1)(x, y, b_fy)
-            if one_second:
+            if one_second:  # first, because its graph is the largest
                 (d_ju, d_hu), value = _product(lambda x, y: grad(lower, argnums=1)(x, y, b_ju), u, x, y)
             else:
                 value, d_ju, d_hu = None, pull_x(upper, lower)(x, y, u, b_ju), pull_y(upper, lower)(x, y, u, b_hu)
             d_gy = value if one_lower and value is not None else grad(lower, argnums=1)(x, y, b_gy)
+            if one_upper:
+                d_fx, d_fy = grad(upper, argnums=(0, 1))(x, y, b_fx)
+            else:
+                d_fx, d_fy = grad(upper, argnums=0)(x, y, b_fx), grad(upper, argnums=1)(x, y, b_fy)
             return d_fx - d_ju, d_gy, d_hu - d_fy
 
         return directions
