@@ -150,18 +150,18 @@ def _pulled(lower: FlatLoss, x: Tensor, y: Tensor, v: Tensor, fields: Fields, ar
     """
     points = [x.detach(), y.detach().requires_grad_()]
     wanted = [points[argnum].requires_grad_() for argnum in argnums]
-    found: Any = tuple(torch.zeros_like(point) for point in wanted)
+    zeros = lambda: tuple(torch.zeros_like(point) for point in wanted)
     with torch.enable_grad():
         value = lower(points[0], points[1], fields)
         if not value.requires_grad:
-            return found, torch.zeros_like(y)
+            return zeros(), torch.zeros_like(y)
         (gradient,) = torch.autograd.grad(
             value, [points[1]], create_graph=True, allow_unused=True, materialize_grads=True
         )
         dotted = torch.dot(gradient, v)  # `grad_outputs` would import sympy to compare two shapes
-    if dotted.requires_grad:
-        found = torch.autograd.grad(dotted, wanted, allow_unused=True, materialize_grads=True)
-    return found, gradient.detach()
+    if not dotted.requires_grad:
+        return zeros(), gradient.detach()
+    return torch.autograd.grad(dotted, wanted, allow_unused=True, materialize_grads=True), gradient.detach()
 
 
 def _pulled_alone(*argnums: int) -> Build:
