@@ -23,6 +23,7 @@ SECTIONS = (
     "tiny",
     "streaming",
     "startup",
+    "rows_of_y",
     "algorithms",
     "busy",
     "growth",

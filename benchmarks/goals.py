@@ -72,6 +72,11 @@ GOALS: tuple[Goal | Overall, ...] = (
     Goal("tiny problem, FBO-AggITD, engine: times torch by hand", "cpu", "tiny", "fbo_aggitd", "engine", "ratio", 4.0),
     Goal("FedBiO, 1e9 parameters, 8 clients, bf16, one GPU: rows of y per client", "large-1b-cuda", "large_models",
          "1B, 8 clients, fedbio, bf16", "library, in turn", "y_rows", 6.0),
+    *(
+        Goal(f"FedBiO, 8 clients, 1.06 million weights, {way}: rows of y per client, CPU", "cpu", "rows_of_y", "fedbio",
+             way, "y_rows", 6.0)
+        for way in ("auto", "loop")
+    ),
     Goal("memory-mapped data: times the same run in memory, CPU", "cpu", "streaming", "fedbio", "memory-mapped",
          "ratio", 1.3),
     Goal("`fedbilevel --help`: seconds of the processor", "cpu", "startup", "start", "--help", "seconds", 0.3),

@@ -66,7 +66,7 @@ class Sums:
 
     def answers(self) -> Result:
         """Return one row per client, or for a sum rows that only have the shape and the type."""
-        joined = {name: torch.cat(rows) for name, rows in self._rows.items()}
+        joined = {name: torch.cat(self._rows.pop(name)) for name in list(self._rows)}  # parts are dropped early
         return {
             name: form._replace(rows=joined[name])
             if isinstance(form, Sparse) and name in joined
@@ -98,16 +98,21 @@ def in_turn(
 
 
 def room(host: Host, values: Mapping[str, Any], num: int, memory: int) -> None:
-    """Say what a run with long rows needs, and on a GPU let as many clients work at a time as fit.
+    """Say what a run with long rows needs, and let only some clients work at a time.
 
-    Raise an error if one client surely does not fit.
+    On a GPU these are as many as fit. On a CPU it is one: with long rows it is as fast as all at
+    once. Raise an error if one client surely does not fit.
 
     values: what the first message of a run carries.
     num: number of clients that would work at once.
-    memory: bytes of the device.
+    memory: bytes of the device; 0 if they are not known.
     """
     widths = [_width(host, value) for value in values.values()]
     if num == 0 or sum(widths) < LARGE:
+        return
+    if host.device.type == "cpu" and _may_divide(host):
+        host.limit_clients(1)  # whatever their number, so that all ranks compute alike
+    if memory == 0:
         return
     row = sum(widths) * host.dtype.itemsize
     least, alone = (_SUMS + _LEAST) * row, (_SUMS + _LOOP) * row
@@ -127,11 +132,28 @@ def room(host: Host, values: Mapping[str, Any], num: int, memory: int) -> None:
     if needed <= memory:
         _say(f"memory: {said}, so all fit")
     elif host.device.type == "cpu":
-        _say(f"memory: {said}; with strategy='loop', chunk_size=1 about {alone / 1e9:.3g} GB are needed")
+        turn = f"; with strategy='loop', chunk_size=1 about {alone / 1e9:.3g} GB are needed" if working > 1 else ""
+        _say(f"memory: {said}{turn}")
     else:
         fitting = max(1, int((memory - _SUMS * row) // each))
         host.limit_clients(fitting)
         warnings.warn(f"{said}, so {fitting} at a time will work in about {need(fitting) / 1e9:.3g} GB", stacklevel=2)
+
+
+def _may_divide(host: Host) -> bool:
+    """Return whether the user leaves it to the library how many clients work at a time."""
+    oracle = host.oracle
+    return oracle.strategy in ("auto", "loop") and oracle.chunk_size is None and not oracle.compiles
+
+
+def pools(host: Host, phase: str, weights: Tensor | None) -> bool:
+    """Return whether one derivative of a mean replaces those of all clients, so that none works alone.
+
+    weights: weights of the clients, if only means are needed.
+    """
+    method = getattr(host.algorithm, phase, None)
+    linear = weights is not None and getattr(method, "__is_linear__", False)
+    return linear and host.device.type == "cpu" and host.oracle.strategy == "auto"
 
 
 def memory_of(device: torch.device) -> int:

@@ -72,6 +72,8 @@ class OuterCapture(Launches):
         host, given = self.host, {**state._asdict(), **self._extras()}
         if sum(value.numel() * value.element_size() for value in distinct(given)) * self._rows() > _LARGE:
             raise NotCapturable("its rows are so large that launching does not count")
+        if host.at_once is not None:
+            raise NotCapturable("only some clients work at a time")
         ints, floats = Arena(torch.int64, host.device), Arena(torch.float64, host.device)
         inputs = [one_row(value).clone() for value in distinct(given)]
         values = shown(given, inputs)

@@ -18,7 +18,7 @@ from fedbilevel.aggregation.sealing import addressed, hide_examples, ring_of
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines.cuda_graphs import Captures
 from fedbilevel.engines.engine import resent
-from fedbilevel.engines.in_turn import Sums, in_turn, memory_of, room
+from fedbilevel.engines.in_turn import Sums, in_turn, memory_of, pools, room
 from fedbilevel.engines.layered import identity_of, layered_figures, spend
 from fedbilevel.engines.layered_means import Answers
 from fedbilevel.engines.planned import PlannedIterations, Refusals
@@ -144,18 +144,18 @@ class Simulation(Hosting, Server):
         run = lambda values, some, weights: self.host.run_phase(phase, values, some, self.iteration, self.call, weights)
         only_means = means and self.attack is None
         weights = self.roster.within(places, self._counts(places, times)) if only_means else None
-        if not self._has_room:
+        if not self._has_room and len(positions):
             self._has_room = True
-            if memory := memory_of(self.host.device):
-                room(self.host, broadcast, len(positions), memory)
-        at_once = self.host.at_once
-        if at_once is not None and len(positions) > at_once and self.layer is None and self.attack is None:
+            room(self.host, broadcast, len(positions), memory_of(self.host.device))
+        at_once, own = self.host.at_once, None if self.kept_names else weights
+        together = self.layer is not None or self.attack is not None or pools(self.host, phase, own)
+        if at_once is not None and len(positions) > at_once and not together:
             sums = Sums(self.host, self.kept_names, weights, len(positions))
             turns: Answers = {**in_turn(self.host, run, given, positions, sums)}
             self._totals = sums.totals
             return turns, places, times
         values, self._totals = given(positions), {}
-        computed = run(values, positions, weights if not self.kept_names else None)
+        computed = run(values, positions, own)
         answers: Answers = {**computed}
         for name, value in computed.items():
             if name in self.kept_names and value is not None:

@@ -124,15 +124,15 @@ def all_directions(one_upper: bool, one_second: bool, one_lower: bool) -> Build:
     def build(upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
         def directions(x: Tensor, y: Tensor, u: Tensor, *fields: Fields) -> tuple[Tensor, Tensor, Tensor]:
             b_gy, b_fx, b_fy, b_ju, b_hu = fields
-            if one_upper:
-                d_fx, d_fy = grad(upper, argnums=(0, 1))(x, y, b_fx)
-            else:
-                d_fx, d_fy = grad(upper, argnums=0)(x, y, b_fx), grad(upper, argnums=1)(x, y, b_fy)
-            if one_second:
+            if one_second:  # first, because its graph is the largest
                 (d_ju, d_hu), value = _product(lambda x, y: grad(lower, argnums=1)(x, y, b_ju), u, x, y)
             else:
                 value, d_ju, d_hu = None, pull_x(upper, lower)(x, y, u, b_ju), pull_y(upper, lower)(x, y, u, b_hu)
             d_gy = value if one_lower and value is not None else grad(lower, argnums=1)(x, y, b_gy)
+            if one_upper:
+                d_fx, d_fy = grad(upper, argnums=(0, 1))(x, y, b_fx)
+            else:
+                d_fx, d_fy = grad(upper, argnums=0)(x, y, b_fx), grad(upper, argnums=1)(x, y, b_fy)
             return d_fx - d_ju, d_gy, d_hu - d_fy
 
         return directions
@@ -150,18 +150,18 @@ def _pulled(lower: FlatLoss, x: Tensor, y: Tensor, v: Tensor, fields: Fields, ar
     """
     points = [x.detach(), y.detach().requires_grad_()]
     wanted = [points[argnum].requires_grad_() for argnum in argnums]
-    found: Any = tuple(torch.zeros_like(point) for point in wanted)
+    zeros = lambda: tuple(torch.zeros_like(point) for point in wanted)
     with torch.enable_grad():
         value = lower(points[0], points[1], fields)
         if not value.requires_grad:
-            return found, torch.zeros_like(y)
+            return zeros(), torch.zeros_like(y)
         (gradient,) = torch.autograd.grad(
             value, [points[1]], create_graph=True, allow_unused=True, materialize_grads=True
         )
         dotted = torch.dot(gradient, v)  # `grad_outputs` would import sympy to compare two shapes
-    if dotted.requires_grad:
-        found = torch.autograd.grad(dotted, wanted, allow_unused=True, materialize_grads=True)
-    return found, gradient.detach()
+    if not dotted.requires_grad:
+        return zeros(), gradient.detach()
+    return torch.autograd.grad(dotted, wanted, allow_unused=True, materialize_grads=True), gradient.detach()
 
 
 def _pulled_alone(*argnums: int) -> Build:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle import derivatives
+from fedbilevel.oracle.alive import Alive
 from fedbilevel.oracle.derivatives import Build, FlatLoss
 from fedbilevel.oracle.plain_kernels import plain
 from fedbilevel.oracle.precision import Precision, lowered, scaled
@@ -85,6 +86,7 @@ class Evaluation:
         self.tick: Callable[[], None] | None = None  # called before every evaluation; it may raise
         self.plain_kernels: frozenset[str] = frozenset()  # layers whose fast kernel has no second derivative
         self.plain_in_full = False  # whether plain kernels are in full precision
+        self.counts = True  # whether intermediate values are counted, so that they fit into memory
         self.strict = False  # whether only torch.func is used, which notices operations outside of torch
 
     def compile_from_now(self, device: torch.device) -> None:
@@ -239,6 +241,14 @@ class Plan:
             )
         return result
 
+    def bytes_of_one(self, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> int:
+        """Return the bytes of results that exist at once while one client is evaluated as in vmap."""
+        points = [v if v.ndim == 1 else v[:1] for v in vectors]
+        fields = [{name: value[:1] for name, value in batch.fields.items()} for batch in batches]
+        with Alive() as alive:
+            self._evaluate("vmap", points, fields, None)
+        return alive.peak
+
     def _compare(self, traced: Any, fresh: Any) -> None:
         for one, other in zip(tree_flatten(traced)[0], tree_flatten(fresh)[0], strict=True):
             scale = float(other.detach().abs().max()) if other.numel() else 0.0
@@ -292,13 +302,12 @@ class Plan:
         batches: Sequence[Batch] = (),
     ) -> Any:
         if way == "loop":
-            rows = [
+            rows = (
                 self.alone(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches))
                 for i in range(len(batches[0]))
-            ]
-            if len(rows) == 1:
-                return tree_map(lambda leaf: leaf[None], rows[0])
-            return tree_map(lambda *leaves: torch.stack(leaves), *rows)
+            )
+            one = lambda row: tree_map(lambda leaf: leaf[None], row)
+            return _joined(map(one, rows), len(batches[0]))
         if way == "pooled":
             assert shares is not None
             return tree_map(
@@ -306,7 +315,38 @@ class Plan:
                 self.mean(*vectors, *({**some, _SHARES: shares} for some in fields)),
             )
         in_dims = (*(None if v.ndim == 1 else 0 for v in vectors), *(0 for _ in fields))
-        return vmap(self.each, in_dims=in_dims, chunk_size=self.chunk)(*vectors, *fields)
+        together, num = vmap(self.each, in_dims=in_dims), len(next(iter(fields[0].values())))
+        chunk = num if self.chunk is None else self.chunk
+        if chunk >= num:
+            return together(*vectors, *fields)
+
+        def some(start: int) -> Any:
+            part = slice(start, start + chunk)
+            points = (v if v.ndim == 1 else v[part] for v in vectors)
+            return together(*points, *({name: value[part] for name, value in one.items()} for one in fields))
+
+        return _joined(map(some, range(0, num, chunk)), num)
+
+
+def _joined(parts: Iterator[Any], num: int) -> Any:
+    """Return `num` rows of results that come in parts; every part is dropped before the next one is made."""
+    leaves, spec = tree_flatten(next(parts))
+    if all(len(leaf) == num for leaf in leaves):
+        return tree_unflatten(leaves, spec)
+    whole, start = [leaf.new_empty((num, *leaf.shape[1:])) for leaf in leaves], 0
+    while leaves:
+        stop = start + len(leaves[0])
+        for rows in whole:
+            leaf = leaves.pop(0)
+            if leaf.shape[1:] != rows.shape[1:]:
+                raise RuntimeError(
+                    f"clients have results of shapes {tuple(rows.shape[1:])} and {tuple(leaf.shape[1:])}"
+                )
+            rows[start:stop] = leaf
+            del leaf
+        start = stop
+        leaves = tree_flatten(next(parts))[0] if start < num else []
+    return tree_unflatten(whole, spec)
 
 
 class _Trace:

@@ -69,6 +69,7 @@ class Oracle(Evaluation):
             precision=precision,
         )
         self._plans: dict[Any, Plan] = {}
+        self._counted: dict[Any, int] = {}  # bytes of one client's evaluation, by derivative and shapes
         self.adapts = True  # whether an error may change the kernels
         self._features = FeatureCache(self)
 
@@ -197,9 +198,9 @@ class Oracle(Evaluation):
         plan = self._plans.get(key)
         if self.frozen and (plan is None or not plan.settled):
             raise RuntimeError(f"{kind} has not been evaluated at these shapes before")
-        if plan is None:
-            plan = self._plan(kind, pools, key, build, alone, vectors, batches)
         try:
+            if plan is None:
+                plan = self._plan(kind, pools, key, build, alone, vectors, batches)
             return plan(vectors, batches, shares if plan.pooled else None)  # no other way reads them
         except RuntimeError as error:
             if not lacks_derivative(error):
@@ -222,19 +223,34 @@ class Oracle(Evaluation):
         batches: Sequence[Batch],
     ) -> Plan:
         """Return a new plan, which is kept unless the id of its function may be reused."""
-        k = len(batches[0])
-        chunk = self._chunk(k, vectors, batches)
-        pooled = pools and chunk is None
-        way, padded = "pooled" if pooled else self._usual(k), any(batch.size is None for batch in batches)
+        k, padded = len(batches[0]), any(batch.size is None for batch in batches)
         alone, is_derivative = alone or derivatives.ALONE.get(build), isinstance(kind, str)
-        shapes = (tuple(v.shape) for v in vectors)
-        label = (_name(kind), pooled, vectors[0].device.type, *shapes, *(batch.form for batch in batches))
-        plan = Plan(self, label, build, alone, way, chunk, is_derivative=is_derivative, padded=padded, pooled=pooled)
-        if is_derivative or any(
-            kind is known for known in (self.problem.upper, self.problem.lower, *self.problem.statistics.values())
-        ):
+        shapes = [tuple(v.shape) for v in vectors]
+        known = (self.problem.upper, self.problem.lower, *self.problem.statistics.values())
+        stays = is_derivative or any(kind is one for one in known)
+
+        def planned(chunk: int | None) -> Plan:
+            pooled = pools and chunk is None
+            label = (_name(kind), pooled, vectors[0].device.type, *shapes, *(batch.form for batch in batches))
+            way, form = "pooled" if pooled else self._usual(k), {"is_derivative": is_derivative, "padded": padded}
+            return Plan(self, label, build, alone, way, chunk, pooled=pooled, **form)
+
+        plan = planned(self._chunk(k, vectors, batches))
+        if stays and self._is_counted(k, plan):
+            widths = (shape[-1] for shape in shapes)
+            one = (key[0], *widths, *((batch.form[0], *batch.form[1][1:], *batch.form[3:]) for batch in batches))
+            if one not in self._counted:
+                self._counted[one] = plan.bytes_of_one(vectors, batches)
+            fits = self._budget(vectors[0].device) // max(1, self._counted[one])
+            if fits < (plan.chunk or k):
+                plan = planned(max(1, fits))
+        if stays:
             self._plans[key] = plan
         return plan
+
+    def _is_counted(self, k: int, plan: Plan) -> bool:
+        """Return whether several clients share the memory of one evaluation, as many as fit."""
+        return self.counts and k > 1 and self.strategy == "auto" and self.chunk_size is None and plan.way != "loop"
 
     def takes_plain_kernels(self, errors: Iterable[Exception | str]) -> bool:
         """Use plain kernels that may avoid the errors, and return whether there are any new ones."""
@@ -242,6 +258,7 @@ class Oracle(Evaluation):
         self.plain_kernels |= more
         if more:
             self._plans.clear()
+            self._counted.clear()  # plain attention holds more
         return bool(more)
 
     def takes_full_precision(self, errors: Iterable[Exception]) -> bool:
@@ -268,16 +285,19 @@ class Oracle(Evaluation):
     def _chunk(self, k: int, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> int | None:
         """Return the number of clients that can be evaluated at once within the memory budget.
 
-        The memory holds their points, samples and a few copies.
+        The memory holds their points, samples and a few copies; intermediate values are counted later.
         """
         if self.chunk_size is not None or self.strategy == "vmap":
             return self.chunk_size
         points = sum(v.shape[-1] * v.element_size() for v in vectors)
         samples = sum(batch.fields.sample_bytes() * batch.fields["index"].shape[1] for batch in batches)
-        device = vectors[0].device
-        budget = BUDGET if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory // 8
-        fits = max(1, budget // (8 * (points + samples)))
+        fits = max(1, self._budget(vectors[0].device) // (8 * (points + samples)))
         return None if fits >= k else fits
+
+    @staticmethod
+    def _budget(device: torch.device) -> int:
+        """Return the bytes that one evaluation may use; those of the device, and not those that are free."""
+        return BUDGET if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory // 8
 
     def _no_rows(self, build: Build, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
         """Return results without rows, for a process without a client in the cohort."""

@@ -103,7 +103,7 @@ def _failures(trial: Oracle, oracle: Oracle, few: Few, second: bool, slow: list[
     slow: gets torch's warnings of operations without a batching rule.
     """
     trial.plain_kernels, trial.plain_in_full = oracle.plain_kernels, oracle.plain_in_full
-    trial.long, trial.adapts, trial.strict = float("inf"), False, True
+    trial.long, trial.adapts, trial.strict, trial.counts = float("inf"), False, True, False
     if _failure(lambda: _all(trial, few, second), slow) is None:
         return {}
     found = {name: _failure(probe, slow) for name, probe in _probes(trial, few) if second or name != _SECOND}

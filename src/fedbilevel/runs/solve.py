@@ -145,7 +145,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         precision: "bf16" or "fp16" evaluates the losses of derivatives in bfloat16 or float16; x, y,
             their derivatives, sums and measurements stay in float32.
         strategy, chunk_size: how clients are evaluated together; by default, a measurement decides.
-            With "loop" and a chunk_size, so many clients work at a time, which saves memory.
+            With "loop" and a chunk_size, so many clients work at a time, which saves memory. On a CPU,
+            clients with long rows work one at a time by default.
         engine: "simulation", or "distributed" under torchrun, where every rank makes the same call.
             All ranks return the result; rank 0 writes the record and calls the callbacks.
         timeout: seconds after which a silent rank counts as lost.
