@@ -106,9 +106,12 @@ def test_the_mean_of_independent_losses_takes_the_kernels_of_one_batch():
 
     population = met(watched, clients(((4, 2), (4, 2), (4, 2))))
     x, y, val = population.x0, population.y0, population.data.batch(population.data.positions, "val")
+    shares = torch.full((3,), 1 / 3, dtype=torch.float64)
+    population.oracle.upper_grad_x(x, y, val, shares=shares)  # the first call also counts memory
+    population.oracle.upper_grad_x(x, y, val)
     seen.clear()
     with _Count() as joined:
-        population.oracle.upper_grad_x(x, y, val, shares=torch.full((3,), 1 / 3, dtype=torch.float64))
+        population.oracle.upper_grad_x(x, y, val, shares=shares)
     assert seen == [6]
     assert joined.names.count("native_group_norm_backward") == 1  # no derivative of this kernel is needed
     seen.clear()
