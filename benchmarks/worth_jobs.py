@@ -6,7 +6,8 @@ A job is one repetition of one row of one panel. Jobs with a result are skipped,
 resumes; jobs that run when the time is up are ended without a result. All rows of a repetition come
 before the next repetition, those that take longest first; with --by-panel, all repetitions of a panel
 come before the next panel, in the given order. A row that another row computes along with its own
-(studies/together.py) waits for it. A job that raises is reported at the end.
+(studies/together.py) waits for it, and rows that share networks run one after the other. A job that raises is
+reported at the end.
 Afterwards, `fedbilevel reproduce worth --out runs/worth --repetitions N --record` reads the results.
 With --extend, repetitions that the file of the experiment records are left out, here and by `reproduce`, whose
 --record adds the others to them.
@@ -66,7 +67,11 @@ def ordered(jobs: Sequence[Job], panels: Sequence[str] = ()) -> list[Job]:
 
 
 def leader(job: Job, jobs: Sequence[Job]) -> str | None:
-    """Return the key of the job whose run also holds the row of this job."""
+    """Return the key of the job that must end before this one, because it holds the row or trains its networks."""
+    if job.study == "network_cleaning":
+        keys = [one.key for one in jobs if (one.panel, one.repetition) == (job.panel, job.repetition)]
+        place = keys.index(job.key)
+        return keys[place - 1] if place else None
     name = job.settings.get("task", {}).get("name") if job.study == "worth" else None
     row = "self-tuned" if name == "influence" else "guarded"
     if name in (None, "data_cleaning") or job.row in (row, "self-tuned"):

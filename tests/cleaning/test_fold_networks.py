@@ -172,7 +172,7 @@ def test_the_study_compares_networks_on_the_same_probabilities(tmp_path):
     task = {"name": "data_cleaning", "num_clients": 3, "noise": 0.2, "num_clean": 20, "test_share": 0.5}
     row = {"task": task, "training": {"num_folds": 2, "width": 4, "num_rounds": 15, "batch_size": 16}}
     go = lambda method, **more: network_cleaning.run(
-        {**row, "method": method, **more}, repetition=0, folder=tmp_path, device="cpu", say=lambda text: None
+        {**row, "method": method, **more}, repetition=0, folder=tmp_path / "job", device="cpu", say=lambda text: None
     ).figures  # fmt: skip
     plain, right, refined = (go(method) for method in ("as_given", "only_right", "refined"))
     assert plain["cleaned"] == plain["plain"] == right["plain"] == refined["plain"]
@@ -198,7 +198,7 @@ def test_every_row_of_the_study_may_answer_together_with_its_networks_of_folds(t
     task = {"name": "data_cleaning", "num_clients": 3, "noise": 0.3, "num_clean": 20, "test_share": 0.5}
     row = {"task": task, "training": {"num_folds": 2, "width": 4, "num_rounds": 15, "batch_size": 16}}
     go = lambda method, **more: network_cleaning.run(
-        {**row, "method": method, **more}, repetition=0, folder=tmp_path, device="cpu", say=lambda text: None
+        {**row, "method": method, **more}, repetition=0, folder=tmp_path / "job", device="cpu", say=lambda text: None
     ).figures  # fmt: skip
     names = ("as_given", "cleanlab", "cleanlab_again", "refined")
     alone, together = ({name: go(name, answer=answer) for name in names} for answer in ("last", "together"))
@@ -208,10 +208,29 @@ def test_every_row_of_the_study_may_answer_together_with_its_networks_of_folds(t
     assert together["as_given"]["cleaned"] == together["as_given"]["plain"] == together["cleanlab"]["plain"]
     assert together["as_given"]["rounds"] == together["cleanlab"]["rounds"] == 3 * 15
     assert together["cleanlab_again"]["rounds"] == 5 * 15
-    work = network_cleaning.Work(row, 0, "cpu", print)
+    work = network_cleaning.Work(row, 0, tmp_path / "networks", "cpu", print)
     folds, last = work.folds("given"), work.plain()
     mean = np.mean([one.probabilities(work.clean()["image"]) for one in (last, *folds.passes[0])], axis=0)
     assert np.allclose(folds.together(last, 0).probabilities(work.clean()["image"]), mean)
+
+
+def test_rows_of_another_process_find_the_networks_that_are_trained(tmp_path, monkeypatch):
+    task = {"name": "data_cleaning", "num_clients": 3, "noise": 0.3, "num_clean": 20, "test_share": 0.5}
+    row = {"task": task, "training": {"num_folds": 2, "width": 4, "num_rounds": 6, "batch_size": 16}}
+    rounds, usual = [], FedAdam.round
+    monkeypatch.setattr(FedAdam, "round", lambda *given: rounds.append(1) or usual(*given))
+    go = lambda method, job: network_cleaning.run(
+        {**row, "method": method}, repetition=0, folder=tmp_path / job, device="cpu", say=lambda text: None
+    ).figures  # fmt: skip
+    network_cleaning._shared.clear()
+    first = go("refined", "one")
+    assert len(rounds) == 6 * 6  # two passes of two folds, and last networks of the method and of the given labels
+    network_cleaning._shared.clear()  # as in another process
+    assert go("refined", "two") == first
+    assert len(rounds) == 6 * 6
+    network_cleaning._shared.clear()
+    go("cleanlab_again", "three")
+    assert len(rounds) == 6 * 6 + 3 * 6  # its second pass and its last network
 
 
 def test_ctrl_c_in_the_training_of_a_fold_leaves_no_networks(monkeypatch):

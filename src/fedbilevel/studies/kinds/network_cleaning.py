@@ -38,15 +38,18 @@ gain, accepted: of the guard; harmed: 1 if an accepted answer loses more than 0.
 test_accuracy: of the answer that the guard chose; rounds, megabytes: of all networks and detectors of the
 method.
 
-Rows of one panel and repetition share networks if they run in one process.
+Rows of one panel and repetition share networks: those in one process while it runs, and others through the
+folder `networks` beside the results, in which an interrupted row also finds what it has trained.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -54,8 +57,9 @@ import numpy as np
 
 from fedbilevel.cleaning.clean import clean_labels
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, rows_of, train_folds, train_network
-from fedbilevel.cleaning.last_network import USUAL, chosen, guarded, trained, without
+from fedbilevel.cleaning.last_network import USUAL, Train, chosen, guarded, trained, without
 from fedbilevel.cleaning.outcome import Cleaning
+from fedbilevel.cleaning.parts import Parts
 from fedbilevel.cleaning.truth import compared
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.runs.options import torch_device
@@ -92,7 +96,7 @@ def run(
     tables = ("task", "training", "final")
     settings = made(NetworkRow, {name: value for name, value in row.items() if name not in tables})
     begun = time.perf_counter()
-    work = Work(row, repetition, device, say)
+    work = Work(row, repetition, folder.parent / "networks", device, say)
     found = getattr(work, settings.method)(settings)
     figures = work.figures(found, settings.answer)
     say(f"{settings.method}: {figures} {time.perf_counter() - begun:.1f} s")
@@ -117,12 +121,15 @@ class Outcome(NamedTuple):
 class Work:
     """Data and networks of one panel and repetition, each made when it is first asked for."""
 
-    def __init__(self, row: Mapping[str, Any], repetition: int, device: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, row: Mapping[str, Any], repetition: int, folder: Path, device: str, say: Callable[[str], None]
+    ) -> None:
         tables = [row["task"], row.get("training", {}), row.get("final", {})]
         self.key, self.say = json.dumps([*tables, repetition, device], sort_keys=True), say
         if _shared.get("key") != self.key:
             _shared.clear()
             _shared["key"] = self.key
+        self.parts = Parts(record=folder / hashlib.sha256(self.key.encode()).hexdigest()[:16], resume=True)
         self.training = made(Training, tables[1])
         self.final = made(Training, {**tables[1], **tables[2]})
         self.where: dict[str, Any] = {"seed": repetition, "device": torch_device(device)}
@@ -141,20 +148,28 @@ class Work:
 
     def folds(self, name: str, **targets: Any) -> FoldNetworks:
         """Return networks of folds; targets: targets or flags of their training, when it is asked for first."""
-        make = lambda: train_folds(self.train, self.num_classes, self.training, **targets, **self.where)
+        parts = self.parts.within(f"folds {name}")
+        make = lambda: train_folds(self.train, self.num_classes, self.training, parts=parts, **targets, **self.where)
         return self._once(f"folds {name}", make)
 
-    def network(self, name: str, make: Callable[[], Network], key: str = "") -> Network:
-        return self._once(f"network {name} {key}", make)
+    def network(self, name: str, make: Callable[[Train], Network]) -> Network:
+        """Return a last network.
 
-    def _fit(self, train: Any, targets: Any = None) -> Network:
-        return train_network(train, self.num_classes, self.final, targets=targets, **self.where)
+        make: maps a function that trains the network of this name to the network.
+        """
+        return self._once(f"network {name}", lambda: make(partial(self._fit, name)))
+
+    def _fit(self, name: str, train: Any, targets: Any = None) -> Network:
+        return train_network(
+            train, self.num_classes, self.final, targets=targets, parts=self.parts, name=f"last network, {name}",
+            **self.where,
+        )  # fmt: skip
 
     def out_of_fold(self, folds: FoldNetworks) -> np.ndarray:
         return np.concatenate([folds.unseen(own["image"]) for own in self.train])
 
     def plain(self) -> Network:
-        return self.network("as given", lambda: self._fit(self.train))
+        return self.network("as given", lambda fit: fit(self.train))
 
     # ---- methods --------------------------------------------------------------------------------------------------
 
@@ -189,8 +204,8 @@ class Work:
         parts = (again.cost, *(one.result.rows[-1] for one in detected))
         cost = {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes")}
         train = lambda name: self.network(
-            name, lambda: self._last(name, found.flags, soft.posteriors, again), settings.key
-        )  # fmt: skip
+            f"{name}, {settings.key}", lambda fit: self._last(name, found.flags, soft.posteriors, again, fit)
+        )
         if settings.last == "chosen":
             candidates = [(name, train(name)) for name in USUAL]
             answers = [(name, self._answer(one, again, settings.answer)) for name, one in candidates]
@@ -213,16 +228,16 @@ class Work:
         return confident_learning.label_issues(self.label, p), 1 - self._own(p)
 
     def _pruned(self, name: str, flags: np.ndarray) -> Network:
-        return self.network(name, lambda: self._fit(without(self.train, self._by_client(flags))))
+        return self.network(name, lambda fit: fit(without(self.train, self._by_client(flags))))
 
     def _answer(self, last: Network, beside: FoldNetworks | None, answer: str) -> Network | FoldNetworks:
         return last if answer == "last" or beside is None else beside.together(last, -1)
 
-    def _last(self, name: str, flags: Any, posteriors: Any, folds: FoldNetworks) -> Network:
+    def _last(self, name: str, flags: Any, posteriors: Any, folds: FoldNetworks, fit: Train) -> Network:
         if name != "distilled":
-            return trained(name, self.train, flags, posteriors, self._fit)
+            return trained(name, self.train, flags, posteriors, fit)
         means = [(own + folds.unseen(part["image"])) / 2 for part, own in zip(self.train, posteriors, strict=True)]
-        return self._fit(self.train, means)
+        return fit(self.train, means)
 
     def _detected(self, name: str, folds: FoldNetworks, detector: str, own: Mapping[str, Any]) -> Cleaning:
         return self._once(f"{detector} {dict(own)} on {name}", lambda: self._detect(folds, detector, own))
@@ -242,7 +257,7 @@ class Work:
         ]
         return clean_labels(
             clients, detector=detector, reads="probabilities", num_fit_rounds=1, features="given",
-            num_classes=self.num_classes, seed=self.where["seed"], **own,
+            num_classes=self.num_classes, **self.where, **own,
         )  # fmt: skip
 
     def _by_client(self, flags: np.ndarray) -> list[np.ndarray]:
