@@ -5,12 +5,14 @@ out, with residuals (probabilities minus labels) in closed form. Features are co
 cohort. The two gradients of a local SVRG step share their gather, their labels cancel, and the
 probabilities at the start of the steps are gathered, not computed. Cohorts and minibatches are those of
 the library. Biases are the last row of a matrix, and samples have a last entry of one.
+
+On a GPU an engineer records the outer iteration as a graph: `Graphed` does so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch import Tensor
 from benchmarks.problems import CLASSES, L2
 from benchmarks.published import Call
 from fedbilevel.tasks.task import Built
+
+Cohort = Sequence[int] | Tensor  # positions of clients; a graph reads them from a tensor
 
 
 class Complete:
@@ -40,28 +44,28 @@ class Complete:
             self.labels[role] = torch.nn.functional.one_hot(labels.long(), CLASSES).to(device, dtype)
         joined = lambda weight, bias: torch.cat([weight.T, bias[None]]).to(device, dtype)
         self.x, self.y = joined(*built.problem.initial_x({}).values()), joined(*built.problem.y0.values())
-        self._known: dict[tuple[str, tuple[int, ...]], tuple[Tensor, Tensor, Tensor]] = {}
+        self._known: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
 
     # ---- all samples of a cohort, at one point --------------------------------------------------------------------
 
-    def _all(self, role: str, positions: Sequence[int], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _all(self, role: str, positions: Cohort, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return images, features and labels of a cohort, kept while x stands still."""
-        key = (role, tuple(positions))
+        key = role, id(positions) if isinstance(positions, Tensor) else tuple(positions)
         if key not in self._known:
-            chosen = torch.tensor(key[1], device=x.device)
+            chosen = _as_tensor(positions, x)
             images, labels = (held[role].index_select(0, chosen).flatten(0, 1) for held in (self.images, self.labels))
             self._known[key] = images, _with_one((images @ x).relu_()), labels
         return self._known[key]
 
-    def _upper_y(self, positions: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
+    def _upper_y(self, positions: Cohort, x: Tensor, y: Tensor) -> Tensor:
         _, features, labels = self._all("val", positions, x)
         return features.T @ ((features @ y).softmax(1) - labels) / len(features)
 
-    def _hessian(self, positions: Sequence[int], x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    def _hessian(self, positions: Cohort, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         _, features, _ = self._all("train", positions, x)
         return features.T @ _along((features @ y).softmax(1), features @ v) / len(features) + L2 * v
 
-    def _hypergradient(self, positions: Sequence[int], x: Tensor, y: Tensor, p: Tensor) -> Tensor:
+    def _hypergradient(self, positions: Cohort, x: Tensor, y: Tensor, p: Tensor) -> Tensor:
         images, features, labels = self._all("val", positions, x)
         direct = images.T @ _back((features @ y).softmax(1) - labels, y, features) / len(features)
         images, features, labels = self._all("train", positions, x)
@@ -97,7 +101,7 @@ class Complete:
         lr, x = self.algorithm.lr_upper / num, start - self.algorithm.lr_upper / num * h
         if num == 1:
             return x
-        x, rows = x.expand(k, -1, -1), torch.tensor(call.positions, device=x.device)[:, None]
+        x, rows = x.expand(k, -1, -1), _as_tensor(call.positions, x)[:, None]
         for step in range(1, num):
             images, labels = (held["val"][rows, call.indices[:, step]] for held in (self.images, self.labels))
             gradients = []
@@ -134,7 +138,7 @@ class Complete:
         first, second, start, *factors, hyper, steps = calls
         lam = self.algorithm.lr_system
         self._known = {}
-        assert first.positions == second.positions
+        assert first.positions is second.positions or first.positions == second.positions
         y = self._lower_round(second, x, y)
         p = lam * self.algorithm.num_terms * self._upper_y(start.positions, x, y)
         for factor in factors:
@@ -151,7 +155,6 @@ class Complete:
             r = lam * self._upper_y(positions, x, y)
             z = r if z is None else z - lam * self._hessian(positions, x, y, z) + r
             if t < num:
-                assert inner[2 * t + 1].positions == positions
                 y = self._lower_round(inner[2 * t + 1], x, y)
         assert z is not None
         return self._upper_round(steps, x, y, self._hypergradient(hyper.positions, x, y, z)), y
@@ -161,7 +164,7 @@ class Complete:
         settings = self.algorithm
         assert call.indices is not None  # by minibatch: (k, steps, b) in the order of the paper
         g_y, f_x, f_y, j_u, h_u = call.indices
-        rows = torch.tensor(call.positions, device=x.device)[:, None]
+        rows = _as_tensor(call.positions, x)[:, None]
         x, y, u = (one.expand(len(call.positions), -1, -1) for one in (x, y, u))
         for step in range(g_y.shape[1]):
             drawn = [("val", f_x), ("train", j_u), ("train", h_u), ("val", f_y), ("train", g_y)]
@@ -172,6 +175,81 @@ class Complete:
             dx, dy, du = self._directions(images, labels, x, y, u)
             x, y, u = x - settings.lr_upper * dx, y - settings.lr_lower * dy, u - settings.lr_system * du
         return x.mean(0), y.mean(0), u.mean(0)
+
+
+class _Fixed(NamedTuple):
+    """A phase that reads its draws from tensors that stay where they are."""
+
+    positions: Tensor
+    indices: Tensor | None
+
+
+Recorded = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[tuple[Tensor, ...], Callable[[], Any]]]
+
+
+def on_cuda(function: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], Callable[[], Any]]:
+    """Return the results of a function as a CUDA graph, and the replay that computes them again."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # libraries prepare themselves before a graph is recorded
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return results, graph.replay
+
+
+class Graphed:
+    """The same programs, of which an outer iteration is recorded once and replayed.
+
+    Cohorts, minibatches and the state are copied into tensors that the graph reads. All outer iterations
+    must have as many phases, and the same ones of them must have equal cohorts.
+
+    recorded: function that records, by default as a CUDA graph.
+    """
+
+    def __init__(self, *given: Any, recorded: Recorded = on_cuda, **options: Any) -> None:
+        self.program, self.recorded = Complete(*given, **options), recorded
+        self.x, self.y = self.program.x, self.program.y
+        self._reads: list[Tensor] = []
+        self._form: list[int] = []
+
+    def fednest(self, calls: Sequence[Call], *state: Tensor) -> tuple[Tensor, ...]:
+        return self._replayed(self.program.fednest, calls, state)
+
+    def fbo_aggitd(self, calls: Sequence[Call], *state: Tensor) -> tuple[Tensor, ...]:
+        return self._replayed(self.program.fbo_aggitd, calls, state)
+
+    def fedbio(self, calls: Sequence[Call], *state: Tensor) -> tuple[Tensor, ...]:
+        return self._replayed(self.program.fedbio, calls, state)
+
+    def _replayed(
+        self, step: Callable[..., tuple[Tensor, ...]], calls: Sequence[Call], state: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        cohorts = list(dict.fromkeys(tuple(call.positions) for call in calls))
+        form = [cohorts.index(tuple(call.positions)) for call in calls]
+        given = [torch.tensor(one, device=self.x.device) for one in cohorts]
+        given += [*state, *(call.indices for call in calls if call.indices is not None)]
+        if not self._reads:
+            self._form, self._reads = form, [one.clone() for one in given]
+            start, rest = len(cohorts), iter(self._reads[len(cohorts) + len(state) :])
+            fixed = [
+                _Fixed(self._reads[place], None if call.indices is None else next(rest))
+                for call, place in zip(calls, form, strict=True)
+            ]
+            at = self._reads[start : start + len(state)]
+            self._results, self._replay = self.recorded(lambda: step(fixed, *at))
+        assert form == self._form
+        for one, other in zip(self._reads, given, strict=True):
+            one.copy_(other)
+        self._replay()
+        return tuple(one.clone() for one in self._results)
+
+
+def _as_tensor(positions: Cohort, like: Tensor) -> Tensor:
+    return positions if isinstance(positions, Tensor) else torch.tensor(tuple(positions), device=like.device)
 
 
 def as_vector(matrix: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.clock import Row, Setup, compare, rows_of
-from benchmarks.complete import Complete, as_vector
+from benchmarks.complete import Complete, Graphed, as_vector
 from benchmarks.floors import Floor, Network
 from benchmarks.problems import CLASSES, Images, mnist
 from benchmarks.published import Call, KeepingLoop, Loop, calls_of, flat
@@ -34,7 +34,8 @@ over clients with `torch.autograd` (`benchmarks/published.py`) that is given the
 cohort for the whole iteration, about as in the published code, which draws one for each level, or a new one for every
 factor of the series, which is the library's default (not on CUDA). A second loop keeps the features of samples while
 x stands still. Both loops take seconds per outer iteration on CUDA and are left out there. `by hand, complete` is a
-program for this one network with derivatives written out and no loop over clients (`benchmarks/complete.py`).
+program for this one network with derivatives written out and no loop over clients (`benchmarks/complete.py`); on CUDA
+it records an outer iteration as one graph.
 `library` is what users get by default, on CUDA in a run of 50,000 outer iterations, which compiles its derivatives;
 `short run` is the same without the compiler, and `compiled` the strategy of that name. `differs` is how far the
 loop's x or that of the program by hand is from the library's at the end, relative to its norm, whichever is larger.
@@ -51,6 +52,7 @@ WARM_ON_CUDA = 10  # there outer iterations are replayed from the sixth on
 LOOPS = ("autograd loop", "autograd loop, features kept")
 WARM_LOOPS = 2  # a loop has nothing to learn, and takes seconds per iteration
 BY_HAND = "by hand, complete"
+BY_GRAPH = "by hand, one graph"  # the same program on CUDA
 HEADINGS = {"times_ours": "x by hand"}
 WARM = 20  # iterations before timing, so that tracing, compilation and capture are done, as in a long run
 
@@ -128,7 +130,7 @@ class Case:
         state, following, step = [start], iter(plans.values()), getattr(loop, self.name)
 
         def advance() -> None:
-            with torch.set_grad_enabled(kind is not Complete):
+            with torch.set_grad_enabled(kind not in (Complete, Graphed)):
                 state.insert(0, step(next(following), *state[0]))
 
         return advance, state
@@ -220,17 +222,18 @@ def _rows(setup: Setup, case: Case) -> list[Row]:
         contestants["library, compiled"] = case.ours(iterations, "compiled")[0]
     plans = case.plans(iterations)
     programs: dict[str, list[Any]] = {}
-    contestants[BY_HAND], programs[BY_HAND] = case.loop(plans, Complete)
+    reference, kind = (BY_GRAPH, Graphed) if setup.cuda else (BY_HAND, Complete)
+    contestants[reference], programs[reference] = case.loop(plans, kind)
     if case.name != "fedbio" and not setup.cuda:
-        for what, kind in zip(LOOPS, (Loop, KeepingLoop), strict=True):
-            contestants[what], programs[what] = case.loop(plans, kind)
+        for what, loop in zip(LOOPS, (Loop, KeepingLoop), strict=True):
+            contestants[what], programs[what] = case.loop(plans, loop)
     contestants["floor"] = case.floor()
     times = {what: WARM_LOOPS if what in LOOPS else warm for what in contestants}
     timings = compare(contestants, setup, repeats=1, warm=times)
     differs = 0.0
     for what, theirs in programs.items():
-        x = as_vector(theirs[0][0]) if what == BY_HAND else flat(theirs[0][0])
+        x = as_vector(theirs[0][0]) if what == reference else flat(theirs[0][0])
         mine = states[-len(theirs)].x  # after as many outer iterations
         differs = max(differs, float(torch.linalg.vector_norm(x - mine) / torch.linalg.vector_norm(x)))
     name = f"{case.name}, cohort {case.redraw.replace('_', ' ')}"
-    return rows_of(name, timings, ours=BY_HAND, differs=differs, images=case.images.source)
+    return rows_of(name, timings, ours=reference, differs=differs, images=case.images.source)

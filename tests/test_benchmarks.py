@@ -1,6 +1,7 @@
 """The benchmarks run, compare equal work and count the right products. No test asserts a time."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from benchmarks import (
     tiny,
 )
 from benchmarks.clock import Setup, Timing, compare, rows_of
-from benchmarks.complete import Complete, as_vector
+from benchmarks.complete import Complete, Graphed, as_vector
 from benchmarks.floors import Floor
 from benchmarks.iteration import Case
 from benchmarks.published import KeepingLoop, Loop, flat
@@ -115,6 +116,28 @@ def test_fedbio_by_hand_goes_where_the_library_goes():
         moved = torch.linalg.vector_norm(as_vector(theirs - first))
         assert float(moved) > 0.01
         assert float(torch.linalg.vector_norm(mine - as_vector(theirs)) / moved) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["fednest", "fbo_aggitd", "fedbio"])
+def test_programs_by_hand_can_be_replayed(name):
+    case = Case(SMALL, name, problems.mnist(SMALL, 4), "per_iteration", dtype=torch.float64)
+    plans = case.plans(case.iterations(3))
+    assert len({tuple(calls[0].positions) for calls in plans.values()}) > 1
+
+    def again(function):
+        """A stand-in for a graph: it computes from the same tensors into the same tensors."""
+        results = function()
+        return results, lambda: [old.copy_(new) for old, new in zip(results, function(), strict=True)]
+
+    plain, expected = case.loop(plans, Complete, dtype=torch.float64)
+    graphed, found = case.loop(plans, Graphed, dtype=torch.float64, recorded=again)
+    for _ in plans:
+        plain()
+        graphed()
+    assert len(found) == len(expected) == 4
+    for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(found[0][0], found[1][0])
 
 
 def test_streamed_data_give_the_numbers_of_data_in_memory():
