@@ -44,6 +44,7 @@ def minimiser(z: np.ndarray, target: np.ndarray, mass: np.ndarray, l2: float) ->
 @pytest.mark.parametrize("targets", ["soft", "weighted"])
 def test_refined_posteriors_are_those_of_classifiers_without_the_fold_of_the_sample(monkeypatch, targets):
     monkeypatch.setattr(label_em, "PER_FEATURE", {"soft": 100.0, "weighted": 0.0}[targets])
+    monkeypatch.setattr(label_em, "WRONG", 0.0)
     built = small()
     em = LabelEM(
         ridge=2.0, num_passes=3, num_refinements=2, num_folds=3, num_fold_rounds=600, num_steps=4, l2=0.03,
@@ -85,7 +86,7 @@ def test_refined_posteriors_are_those_of_classifiers_without_the_fold_of_the_sam
     assert np.abs(q - hand.passes()).max() > 0.01  # the refinement changes something
 
 
-def test_folds_learn_from_given_labels_if_ten_per_feature_are_expected_to_be_right():
+def test_folds_learn_from_given_labels_if_ten_per_feature_and_at_most_three_quarters_are_expected_to_be_right():
     """These clients have 4 features."""
     built, em = small(), LabelEM(ridge=2.0, l2=0.03, num_folds=3, least_clean=2)
     label = np.concatenate([client["train"]["label"] for client in built.clients])
@@ -93,8 +94,10 @@ def test_folds_learn_from_given_labels_if_ten_per_feature_are_expected_to_be_rig
         fed, state = drive(em, built, iterations)
         expected = posteriors(fed, state, built)[range(len(label)), label].sum()
         assert float(state.learned[1]) == pytest.approx(expected, abs=0.5)  # a step of T lies between them
-        for right, targets in ((40.0, "weighted"), (39.9, "soft")):
-            assert em.fold_targets(state._replace(learned=torch.tensor([0.0, right]))) == targets
+        assert float(state.learned[2]) == pytest.approx(len(label))
+        for right, every, targets in ((40.0, 60.0, "weighted"), (39.9, 60.0, "soft"), (46.0, 60.0, "soft")):
+            learned = torch.tensor([0.0, right, every], dtype=torch.float64)
+            assert em.fold_targets(state._replace(learned=learned)) == targets
 
 
 def clean_scores(hand: ByHand, q_before: np.ndarray) -> np.ndarray:

@@ -30,8 +30,9 @@ differ in their noise.
 The last `num_refinements` outer iterations replace the ridge regression by logistic regressions, one
 for each of K folds, which score the samples of the fold that they have not seen (`_folds`). They learn
 from the given labels weighted by q_j,label, the probability that the label is right, if ten labels per
-feature or more are right as an expectation (sum_k N_kk >= 10 d), and otherwise from q: few labels
-teach less than q does, but errors of q repeat themselves in a classifier that learns from q.
+feature or more are right as an expectation (sum_k N_kk >= 10 d) and at least a quarter of all labels is
+wrong, and otherwise from q: few labels teach less than q does, but where many labels are wrong, errors
+of q repeat themselves in a classifier that learns from q.
 They are better classifiers, but have no exact leave-one-out scores. The clean samples choose b here
 too, from 41 values, and whether such scores replace those before; with fewer than `least_clean` clean
 samples, they never do.
@@ -77,6 +78,7 @@ from fedbilevel.tasks import soft_labels
 
 HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
 PER_FEATURE = 10.0  # right labels, from which on given labels teach the folds better than posteriors
+WRONG = 0.25  # share of wrong labels, below which posteriors teach the folds as well and flag fewer right labels
 OF_LOGS = 4.0  # scores that are logarithms of probabilities need smaller factors
 
 
@@ -107,8 +109,9 @@ class LabelEM(Folds):
         return "soft" if refined and self.targets == "auto" else super().labels_of(state)
 
     def fold_targets(self, state: State) -> str:
-        """Return what the classifiers of the folds learn from, by the expected number of right labels."""
-        return "weighted" if float(state.learned[1]) >= PER_FEATURE * len(state.centre) else "soft"
+        """Return what the classifiers of the folds learn from, by the expected numbers of right and of all labels."""
+        right, every = state.learned[1:].tolist()
+        return "weighted" if PER_FEATURE * len(state.centre) <= right <= (1 - WRONG) * every else "soft"
 
     def init(self, fed: Federation) -> State:
         state = super().init(fed)
@@ -143,7 +146,7 @@ class LabelEM(Folds):
                 float((transition - state.transition).abs().max()),
             )
             settled = change < self.tolerance and heat == state.heat
-            learned = torch.stack([state.learned[0], counts.trace()])
+            learned = torch.stack([state.learned[0], counts.trace(), counts.sum()])
             state = state._replace(transition=transition, heat=heat, learned=learned)
             if settled:
                 break
@@ -261,5 +264,5 @@ class LabelEM(Folds):
 
 
 def _learned(state: State, fit: float) -> Tensor:
-    """Return the clean samples' log-likelihood, and a place for the expected number of right labels."""
-    return state.y.new_tensor([fit, 0.0], dtype=torch.float64)
+    """Return the clean samples' log-likelihood, and places for the expected numbers of right and of all labels."""
+    return state.y.new_tensor([fit, 0.0, 0.0], dtype=torch.float64)
