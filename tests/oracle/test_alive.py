@@ -131,3 +131,11 @@ def test_clients_with_results_of_unequal_shapes_are_named_as_an_error():
     parts = iter([torch.zeros(1, 3), torch.zeros(1, 1)])
     with pytest.raises(RuntimeError, match=r"shapes \(3,\) and \(1,\)"):
         evaluation._joined(parts, 2)
+
+
+def test_named_results_are_joined_by_name():
+    parts = iter([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}])
+    joined = evaluation._joined(parts, 2)
+    assert (joined["a"].tolist(), joined["b"].tolist()) == ([0, 0], [1, 1])
+    with pytest.raises(ValueError, match="expected 1, but got 2"):
+        evaluation._joined(iter([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.ones(1)}]), 2)
