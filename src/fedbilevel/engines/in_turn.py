@@ -110,7 +110,7 @@ def room(host: Host, values: Mapping[str, Any], num: int, memory: int) -> None:
     if host.device.type == "cpu" and host.has_long_rows and _may_divide(host):
         host.limit_clients(1)  # whatever their number and the message, so that ranks and resumed runs compute alike
     widths = [_width(host, value) for value in values.values()]
-    if num == 0 or memory == 0 or sum(widths) < portions.LARGE:
+    if memory == 0 or sum(widths) < portions.LARGE:
         return
     row = sum(widths) * host.dtype.itemsize
     least, alone = (_SUMS + _LEAST) * row, (_SUMS + _LOOP) * row
