@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -231,6 +233,23 @@ def test_rows_of_another_process_find_the_networks_that_are_trained(tmp_path, mo
     network_cleaning._shared.clear()
     go("cleanlab_again", "three")
     assert len(rounds) == 6 * 6 + 3 * 6  # its second pass and its last network
+
+
+def row_of_another_process(method, folder):
+    torch.set_num_threads(1)
+    task = {"name": "data_cleaning", "num_clients": 3, "noise": 0.3, "num_clean": 20, "test_share": 0.5}
+    row = {"task": task, "training": {"num_folds": 2, "width": 4, "num_rounds": 60, "batch_size": 16}}
+    return network_cleaning.run(
+        {**row, "method": method}, repetition=0, folder=folder, device="cpu", say=lambda text: None
+    ).figures  # fmt: skip
+
+
+def test_rows_of_two_processes_at_the_same_time_train_every_network_once(tmp_path):
+    methods = ("cleanlab", "as_given")
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        running = [pool.submit(row_of_another_process, method, tmp_path / method) for method in methods]
+        together = [one.result() for one in running]
+    assert together == [row_of_another_process(method, tmp_path / "alone" / method) for method in methods]
 
 
 def test_ctrl_c_in_the_training_of_a_fold_leaves_no_networks(monkeypatch):

@@ -25,6 +25,7 @@ from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Cohort, ServerAlgorithm
 from fedbilevel.federation.store import Store
+from fedbilevel.oracle import portions
 from fedbilevel.oracle.alive import Alive
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import brief, drive
@@ -145,7 +146,7 @@ WIDTH = 96  # of a network with 10,176 weights, which outweigh the activations o
 @pytest.fixture
 def long_rows(monkeypatch):
     """Let rows of this network count as long."""
-    monkeypatch.setattr(in_turn, "LARGE", WIDTH**2)
+    monkeypatch.setattr(portions, "LARGE", WIDTH**2)
 
 
 @pytest.mark.parametrize("name", rows_of_y.ALGORITHMS)
@@ -157,7 +158,7 @@ def test_rows_of_y_at_the_peak(name, way, long_rows, monkeypatch):
     print(f"{name}, {way}: {peak:.2f} rows of y per client, {start:.2f} of them at the start")
     if name == "fedbio":
         assert peak < rows_of_y.AIM / 2
-    monkeypatch.setattr(in_turn, "LARGE", math.inf)
+    monkeypatch.setattr(portions, "LARGE", math.inf)
     together = rows_of_y.peaks(name, WIDTH, **options)[1]
     assert together == peak if way == "in turn" else together > peak + 0.5
 
@@ -169,7 +170,7 @@ def test_long_rows_change_no_numbers(name, strategy, long_rows, monkeypatch):
     options = {"batch_size": 2, "strategy": strategy, "dtype": torch.float32, "cohort": Cohort(0.8)}
     divided = drive(algorithm, made, 3, **options)
     assert divided[0].host.at_once == 1
-    monkeypatch.setattr(in_turn, "LARGE", math.inf)
+    monkeypatch.setattr(portions, "LARGE", math.inf)
     whole = drive(algorithm, made, 3, **options)
     assert whole[0].host.at_once is None
     if strategy == "loop":
@@ -178,6 +179,18 @@ def test_long_rows_change_no_numbers(name, strategy, long_rows, monkeypatch):
         for one, other in zip(divided[1][:2], whole[1][:2], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         assert divided[0].ledger.totals() == whole[0].ledger.totals()
+
+
+@pytest.mark.parametrize("share", [1, 3])
+def test_a_run_resumes_with_as_many_clients_at_a_time(share, tmp_path, monkeypatch):
+    """The first message of FedBiOAcc has two rows of y, and that of a resumed run four."""
+    made = rows_of_y.network(16, 4)
+    monkeypatch.setattr(portions, "LARGE", share * sum(leaf.numel() for leaf in made.problem.y0.values()))
+    run = lambda num, **more: fb.solve(*made, "fedbioacc", num_iterations=num, batch_size=2, **more)
+    whole = run(4)
+    run(2, record=tmp_path / "r")
+    resumed = run(4, record=tmp_path / "r", resume=True)
+    assert all(torch.equal(whole.y[name], resumed.y[name]) for name in whole.y)
 
 
 class Seen(FBOAggITD):

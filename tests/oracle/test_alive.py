@@ -131,3 +131,31 @@ def test_clients_with_results_of_unequal_shapes_are_named_as_an_error():
     parts = iter([torch.zeros(1, 3), torch.zeros(1, 1)])
     with pytest.raises(RuntimeError, match=r"shapes \(3,\) and \(1,\)"):
         evaluation._joined(parts, 2)
+
+
+def test_named_results_are_joined_by_name():
+    parts = iter([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}])
+    joined = evaluation._joined(parts, 2)
+    assert (joined["a"].tolist(), joined["b"].tolist()) == ([0, 0], [1, 1])
+    with pytest.raises(ValueError, match="expected 1, but got 2"):
+        evaluation._joined(iter([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.ones(1)}]), 2)
+
+
+def test_losses_may_use_sparse_tensors():
+    edges = torch.eye(3, dtype=torch.float32).to_sparse()
+
+    def smooth(y, batch):
+        return (batch["a"] @ y["w"]) ** 2 + 0.1 * torch.sparse.sum(2 * edges) + (y["w"] ** 2).sum()
+
+    problem = Problem(
+        upper=lambda x, y, batch: smooth(y, batch),
+        lower=lambda x, y, batch: x["s"].exp() * smooth(y, batch),
+        x0={"s": torch.zeros(())},
+        y0={"w": torch.ones(3)},
+    )
+    role = {"a": np.eye(3)}
+    population = Population(problem, [{"train": role, "val": role}] * 2)
+    train = population.data.batch(torch.arange(2), "train")
+    found = population.oracle.lower_grad(population.x0, population.y0, train)
+    torch.testing.assert_close(found, torch.full((2, 3), 2 / 3 + 2))
+    assert population.oracle._counted

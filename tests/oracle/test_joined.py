@@ -58,6 +58,37 @@ def test_a_loss_that_fails_on_single_samples_is_not_joined():
     assert met(pairs, clients(((3, 2), (5, 2), (4, 3)))).independent == set()
 
 
+def test_a_loss_with_pairs_that_the_trial_does_not_see_is_not_joined():
+    """The first samples of all clients have no positive sample among them."""
+
+    def ranking(x, y, batch):
+        score, positive = batch["a"] @ (x["scale"] * y["w"]), batch["positive"] > 0
+        other = batch["weight"] * ~positive
+        return positive * (score - score[:, None] + 1).clamp(min=0).square() @ other + 0.1 * (y["w"] ** 2).sum()
+
+    given = clients(((5, 4), (6, 5), (5, 4)))
+    for client in given:
+        for part in client.values():
+            part["positive"] = np.arange(len(part["b"])) > 2
+    assert met(ranking, given).independent == set()
+    shares = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    rows = derivatives(met(ranking, given, strategy="loop"), None)
+    for name, got in derivatives(met(ranking, given), shares).items():
+        torch.testing.assert_close(got[0], shares @ rows[name], rtol=1e-12, atol=1e-13, msg=name)
+
+
+def test_a_loss_that_mixes_samples_in_the_order_of_their_draws_is_not_joined():
+    def mixed(x, y, batch):
+        rows = batch["a"]
+        if "draw" in batch:
+            rows = 0.7 * rows + 0.3 * rows[batch["draw"][:, 0].argsort()]
+        return alone(x, y, {"a": rows, "b": batch["b"]})
+
+    start = {"x0": {"scale": torch.ones(4)}, "y0": {"w": torch.ones(4)}}
+    problem = Problem(upper=alone, lower=mixed, **start, draws={"train": 1})
+    assert Population(problem, clients(), dtype=torch.float64).independent == {"upper"}
+
+
 def derivatives(population, shares):
     oracle, x, y = population.oracle, population.x0, population.y0
     train, val = (population.data.batch(population.data.positions, role) for role in ("train", "val"))

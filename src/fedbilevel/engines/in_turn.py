@@ -20,7 +20,7 @@ from torch import Tensor
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Kept, Sparse
 from fedbilevel.federation.host import Host
-from fedbilevel.oracle.portions import LARGE
+from fedbilevel.oracle import portions
 
 Result = dict[str, Tensor | Sparse | None]
 # rows at work per client and row of a message, from measurements of language models with four clients
@@ -107,12 +107,10 @@ def room(host: Host, values: Mapping[str, Any], num: int, memory: int) -> None:
     num: number of clients that would work at once.
     memory: bytes of the device; 0 if they are not known.
     """
+    if host.device.type == "cpu" and host.has_long_rows and _may_divide(host):
+        host.limit_clients(1)  # whatever their number and the message, so that ranks and resumed runs compute alike
     widths = [_width(host, value) for value in values.values()]
-    if num == 0 or sum(widths) < LARGE:
-        return
-    if host.device.type == "cpu" and _may_divide(host):
-        host.limit_clients(1)  # whatever their number, so that all ranks compute alike
-    if memory == 0:
+    if memory == 0 or sum(widths) < portions.LARGE:
         return
     row = sum(widths) * host.dtype.itemsize
     least, alone = (_SUMS + _LEAST) * row, (_SUMS + _LOOP) * row

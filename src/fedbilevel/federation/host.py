@@ -104,6 +104,11 @@ class Host(Population):
             HELD: self.data.part("val", [held if len(held) else fitted for fitted, held in parts], HELD),
         }
 
+    @property
+    def has_long_rows(self) -> bool:
+        """Return whether rows of clients outweigh samples in memory."""
+        return self.x0.shape[-1] + len(self.y0) >= portions.LARGE
+
     def _limit(self) -> int | None:
         """Return how many samples a measurement evaluates at once; None: as many as memory allows.
 
@@ -113,8 +118,7 @@ class Host(Population):
         if isinstance(self.batch_size, Mapping):
             sizes = [self.batch_size.get(role) for role in ("train", "val")]
         known = [size for size in sizes if isinstance(size, int)]
-        is_large = self.x0.shape[-1] + len(self.y0) >= portions.LARGE
-        return max(known) if is_large and len(known) == len(sizes) else None
+        return max(known) if self.has_long_rows and len(known) == len(sizes) else None
 
     def data_of(self, role: str) -> ClientData:
         """Return the data that phases see in this role."""

@@ -1,7 +1,8 @@
 """Bytes of tensors that exist at the same time, counted and not measured.
 
 The count depends on shapes alone, so that a choice by it is the same on a busy machine. It covers
-the results of operations, and not the memory that a kernel uses within one operation.
+the results of operations, and not the memory that a kernel uses within one operation. Sparse tensors
+have no storage of their own, and do not count.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,7 +55,8 @@ class Alive(TorchDispatchMode):
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
-        yield values
+        if values.layout == torch.strided:
+            yield values
     elif isinstance(values, list | tuple | dict):
         for one in values.values() if isinstance(values, dict) else values:
             yield from _tensors(one)

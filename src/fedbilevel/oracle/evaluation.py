@@ -345,7 +345,7 @@ def _joined(parts: Iterator[Any], num: int) -> Any:
             rows[start:stop] = leaf
             del leaf
         start = stop
-        leaves = tree_flatten(next(parts))[0] if start < num else []
+        leaves = spec.flatten_up_to(next(parts)) if start < num else []
     return tree_unflatten(whole, spec)
 
 

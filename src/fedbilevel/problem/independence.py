@@ -1,7 +1,9 @@
 """Whether a loss gives a sample the same value alone and beside samples of other clients.
 
 Then all samples of all clients may be one batch. Losses with norms over a batch, or with pairs of
-samples, do not.
+samples, do not. A few samples may hide such pairs, for example samples of one class. But padding
+must not change a loss, so a loss that needs other samples reads `batch["weight"]`; one that reads
+it counts as not independent.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch import Tensor
 from fedbilevel.problem.client_data import ClientData
 from fedbilevel.problem.layout import Layout, Tree
 from fedbilevel.problem.problem import Problem, with_features
-from fedbilevel.problem.validation import away
+from fedbilevel.problem.validation import Watched, away
 
 
 @torch.no_grad()
@@ -31,19 +33,22 @@ def _is_independent(problem: Problem, label: str, data: ClientData, point: tuple
     few = [
         data.batch(data.positions[place : place + 1], role, torch.arange(min(2, size), device=data.device)[None]).row(0)
         for place, size in ((0, int(data.sizes[role][0])), (len(data.positions) - 1, int(data.sizes[role][-1])))
-        if size
     ]
     together = {name: torch.cat([some[name] for some in few]) for name in few[0]}
     if num := problem.draws.get(role):
-        weight = together["weight"]
-        together["draw"] = torch.full((len(weight), num), 0.5, dtype=weight.dtype, device=weight.device)
-    values = lambda fields: getattr(problem, label)(*point, with_features(problem, point[0], fields))
+        length = len(together["weight"])
+        # sorting equal draws moves nothing, so a loss that mixes samples in this order would not be noticed
+        together["draw"] = torch.arange(length * num).cos().abs().view(length, num).to(together["weight"])
+    given = lambda fields: Watched(with_features(problem, point[0], fields))
+    values = lambda fields: getattr(problem, label)(*point, fields)
     try:
-        found = values(together)
+        found = values(every := given(together))
+        if "weight" in every.read:
+            return False
         for place in (0, len(found) - 1):
             alone = {name: value[place : place + 1] for name, value in together.items()}
-            if not torch.allclose(values({**alone, "weight": torch.ones_like(alone["weight"])})[0], found[place]):
+            if not torch.allclose(values(given(alone))[0], found[place]):
                 return False
     except Exception:  # noqa: BLE001 - a function that fails on other shapes is evaluated client by client
         return False
-    return bool(found.isfinite().all()) and len(few) > 1
+    return bool(found.isfinite().all())

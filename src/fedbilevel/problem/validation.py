@@ -58,18 +58,23 @@ def check_losses(
 def reads_index(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> bool:
     """Return whether the upper loss reads the numbers of its samples."""
 
-    class Watched(UserDict[str, Tensor]):  # its `get` and `items` use __getitem__
-        read = False
-
-        def __getitem__(self, name: str) -> Tensor:
-            self.read = self.read or name == "index"
-            return super().__getitem__(name)
-
     tree = layout_x.unravel(x)
     fields = Watched(with_features(problem, tree, _samples(data, "val", x.device)[0]))
     with torch.no_grad():
         problem.upper(tree, layout_y.unravel(y), fields)
-    return fields.read
+    return "index" in fields.read
+
+
+class Watched(UserDict[str, Tensor]):
+    """Fields of a batch that remember which of them were read."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.read: set[str] = set()
+        super().__init__(fields)
+
+    def __getitem__(self, name: str) -> Tensor:  # `get` and `items` use it
+        self.read.add(name)
+        return super().__getitem__(name)
 
 
 def _samples(data: ClientData, role: str, device: torch.device) -> tuple[Fields, Fields]:

@@ -226,8 +226,8 @@ class _Sources(Task):
             each = torch.as_tensor(np.stack([source, target], 1) * (num * both / total)[:, None], dtype=torch.float32)
 
             def lower(x: Any, y: Any, batch: Any) -> Tensor:
-                weights = each.to(batch["weight"])[batch["source"], batch["is_target"]]
-                return weights * _entropy(y, batch) + self._decay(y)
+                losses = _entropy(y, batch)
+                return each.to(losses)[batch["source"], batch["is_target"]] * losses + self._decay(y)
 
             return Way(dataclasses.replace(built.problem, lower=lower), clients, settings=STOPPED)
 

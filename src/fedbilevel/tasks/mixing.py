@@ -203,7 +203,11 @@ class Mixing(Task):
         counts = torch.as_tensor(_counts(halves, len(weights) - 1))
         each = torch.where(counts > 0, weights.double(), 0.0)  # a source without samples has no share
         each = each / each.sum() * counts.sum() / counts.clamp(min=1)
-        lower = lambda x, y, batch: each.to(batch["weight"])[batch["source"]] * _entropy(y, batch) + self._decay(y)
+
+        def lower(x: Any, y: Any, batch: Any) -> Tensor:
+            losses = _entropy(y, batch)
+            return each.to(losses)[batch["source"]] * losses + self._decay(y)
+
         return Way(replace(problem, lower=lower), halves, settings=STOPPED)
 
     def _decay(self, y: Any) -> Any:

@@ -39,13 +39,16 @@ test_accuracy: of the answer that the guard chose; rounds, megabytes: of all net
 method.
 
 Rows of one panel and repetition share networks: those in one process while it runs, and others through the
-folder `networks` beside the results, in which an interrupted row also finds what it has trained.
+folder `networks` beside the results, in which an interrupted row also finds what it has trained. A row waits for
+networks that another process is training.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,6 +66,7 @@ from fedbilevel.cleaning.parts import Parts
 from fedbilevel.cleaning.truth import compared
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.runs.options import torch_device
+from fedbilevel.runs.record import make_folder
 from fedbilevel.settings import Settings, made, setting
 from fedbilevel.studies import given
 from fedbilevel.studies.kinds.cleaning import GUARD, average_precision, harmed
@@ -146,18 +150,31 @@ class Work:
             _shared[name] = make()
         return _shared[name]
 
+    def _trained(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return networks, for which another process that asks for them waits: two cannot write one record."""
+
+        def alone() -> Any:
+            assert self.parts.record is not None
+            make_folder(self.parts.record)
+            lock = re.sub(r"\W+", "-", name) + ".lock"
+            with open(self.parts.record / lock, "a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                return make()
+
+        return self._once(name, alone)
+
     def folds(self, name: str, **targets: Any) -> FoldNetworks:
         """Return networks of folds; targets: targets or flags of their training, when it is asked for first."""
         parts = self.parts.within(f"folds {name}")
         make = lambda: train_folds(self.train, self.num_classes, self.training, parts=parts, **targets, **self.where)
-        return self._once(f"folds {name}", make)
+        return self._trained(f"folds {name}", make)
 
     def network(self, name: str, make: Callable[[Train], Network]) -> Network:
         """Return a last network.
 
         make: maps a function that trains the network of this name to the network.
         """
-        return self._once(f"network {name}", lambda: make(partial(self._fit, name)))
+        return self._trained(f"network {name}", lambda: make(partial(self._fit, name)))
 
     def _fit(self, name: str, train: Any, targets: Any = None) -> Network:
         return train_network(
