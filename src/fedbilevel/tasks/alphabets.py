@@ -174,7 +174,10 @@ def digit_alphabets(rng: np.random.Generator) -> Alphabets:
 
 
 def letter_alphabets(data_dir: str | None) -> Alphabets:
-    """Return one alphabet per capital, with its turns, so that no held-out letter was ever trained on."""
+    """Return one alphabet per capital, with its turns, so that no held-out letter was trained on, but for look-alikes.
+
+    A turned N is nearly a Z, and a turned M nearly a W.
+    """
     found = letters(data_dir)
     places = [np.flatnonzero(found.label == c) for c in range(len(NAMES))]
     members = [_TURNS * c + np.arange(2 if name in _SYMMETRIC else _TURNS) for c, name in enumerate(NAMES)]
