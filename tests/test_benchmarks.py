@@ -826,12 +826,25 @@ def test_a_list_leaves_out_what_the_experiment_records(tmp_path, monkeypatch):
     entry.update(settings="other", figures=figures)
     assert len(rows("aggitd-figure4 iid aggitd-tau1 3")) == 3
     trials = worth_jobs.listed("aggitd-figure4 - aggitd-tau1 tune", tmp_path)
-    assert len(trials) == one.content["tune"]["trials"] == 10
+    assert len(trials) == one.content["tune"]["trials"] * one.content["tune"]["repetitions"] == 20
     assert {place.folder.name for place in trials} == {"tune-aggitd-figure4"}
     content["tuned"] = {"shards": {"aggitd-tau1": {"trials": 9, "settings": {}}}}
-    assert len(rows("aggitd-figure4 - aggitd-tau1 tune")) == 10
+    assert len(rows("aggitd-figure4 - aggitd-tau1 tune")) == 20
     content["tuned"]["shards"]["aggitd-tau1"]["trials"] = 10
     assert rows("aggitd-figure4 - aggitd-tau1 tune") == []
+
+
+def test_rows_that_share_networks_run_one_after_the_other():
+    from benchmarks import worth_jobs
+
+    jobs = worth_jobs.read("cleaning-cifar10n").jobs(
+        panels=["worst", "random1"], rows=["cleanlab", "pruned"], repetitions=2
+    )
+    waits = {job.key: worth_jobs.leader(job, jobs) for job in jobs}
+    for panel in ("worst", "random1"):
+        for r in (0, 1):
+            assert waits[f"{panel}--cleanlab--{r}"] is None
+            assert waits[f"{panel}--pruned--{r}"] == f"{panel}--cleanlab--{r}"
 
 
 def test_rows_of_worth_wait_for_the_run_that_computes_them():
