@@ -120,7 +120,7 @@ def test_parts_are_joined_in_order_and_dropped_early(sizes):
     rows = torch.arange(5000.0).view(5, 1000)
     make = lambda first, num: {"a": rows[first : first + num] * 2, "b": (rows[first : first + num, 0] + 1,)}
     with Alive() as alive:
-        joined = evaluation._joined(iter(map(make, start, sizes)), 5)
+        joined = evaluation._collected(iter(map(make, start, sizes)), 5)
     assert torch.equal(joined["a"], rows * 2)
     assert torch.equal(joined["b"][0], rows[:, 0] + 1)
     whole, part = 5 * 4004, max(sizes) * 4004
@@ -130,15 +130,15 @@ def test_parts_are_joined_in_order_and_dropped_early(sizes):
 def test_clients_with_results_of_unequal_shapes_are_named_as_an_error():
     parts = iter([torch.zeros(1, 3), torch.zeros(1, 1)])
     with pytest.raises(RuntimeError, match=r"shapes \(3,\) and \(1,\)"):
-        evaluation._joined(parts, 2)
+        evaluation._collected(parts, 2)
 
 
 def test_named_results_are_joined_by_name():
     parts = iter([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}])
-    joined = evaluation._joined(parts, 2)
+    joined = evaluation._collected(parts, 2)
     assert (joined["a"].tolist(), joined["b"].tolist()) == ([0, 0], [1, 1])
     with pytest.raises(ValueError, match="expected 1, but got 2"):
-        evaluation._joined(iter([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.ones(1)}]), 2)
+        evaluation._collected(iter([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.ones(1)}]), 2)
 
 
 def test_losses_may_use_sparse_tensors():

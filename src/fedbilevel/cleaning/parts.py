@@ -40,12 +40,15 @@ class Parts:
         """Return parts whose names begin with these words."""
         return replace(self, before=f"{self.before}{before}, ")
 
+    def folder(self, name: str) -> Path | None:
+        """Return the folder of a part; None: nothing is kept."""
+        return None if self.record is None else self.record / FOLDER / re.sub(r"\W+", "-", f"{self.before}{name}")
+
     def solve(self, name: str, *given: Any, **options: Any) -> Result:
         """Run a part to its end, or resume it; arguments as in `solve`."""
-        name = f"{self.before}{name}"
-        place = None if self.record is None else self.record / FOLDER / re.sub(r"\W+", "-", name)
+        place = self.folder(name)
         resume = self.resume and place is not None and Record(place).checkpoint.exists()
-        callbacks = [] if self.progress is None else [self.progress(name)]
+        callbacks = [] if self.progress is None else [self.progress(f"{self.before}{name}")]
         return whole(solve(*given, record=place, resume=resume, callbacks=callbacks, **options))
 
     @property

@@ -29,10 +29,10 @@ differ in their noise.
 
 The last `num_refinements` outer iterations replace the ridge regression by logistic regressions, one
 for each of K folds, which score the samples of the fold that they have not seen (`_folds`). They learn
-from the given labels weighted by q_j,label, the probability that the label is right, if ten labels per
-feature or more are right as an expectation (sum_k N_kk >= 10 d) and at least a quarter of all labels is
-wrong, and otherwise from q: few labels teach less than q does, but where many labels are wrong, errors
-of q repeat themselves in a classifier that learns from q.
+from the given labels weighted by q_j,label, the probability that the label is right, if at least ten
+labels per feature are expected to be right (sum_k N_kk >= 10 d) and at least a quarter of all labels to
+be wrong, and otherwise from q. Few labels teach less than q does. But where many labels are wrong, a
+classifier that learns from q repeats the errors of q.
 They are better classifiers, but have no exact leave-one-out scores. The clean samples choose b here
 too, from 41 values, and whether such scores replace those before; with fewer than `least_clean` clean
 samples, they never do.
@@ -78,7 +78,7 @@ from fedbilevel.tasks import soft_labels
 
 HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
 PER_FEATURE = 10.0  # right labels, from which on given labels teach the folds better than posteriors
-WRONG = 0.25  # share of wrong labels, below which posteriors teach the folds as well and flag fewer right labels
+WRONG = 0.25  # share of wrong labels, below which both targets led to the same accuracy in trials
 OF_LOGS = 4.0  # scores that are logarithms of probabilities need smaller factors
 
 

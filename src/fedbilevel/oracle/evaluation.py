@@ -307,7 +307,7 @@ class Plan:
                 for i in range(len(batches[0]))
             )
             one = lambda row: tree_map(lambda leaf: leaf[None], row)
-            return _joined(map(one, rows), len(batches[0]))
+            return _collected(map(one, rows), len(batches[0]))
         if way == "pooled":
             assert shares is not None
             return tree_map(
@@ -325,10 +325,10 @@ class Plan:
             points = (v if v.ndim == 1 else v[part] for v in vectors)
             return together(*points, *({name: value[part] for name, value in one.items()} for one in fields))
 
-        return _joined(map(some, range(0, num, chunk)), num)
+        return _collected(map(some, range(0, num, chunk)), num)
 
 
-def _joined(parts: Iterator[Any], num: int) -> Any:
+def _collected(parts: Iterator[Any], num: int) -> Any:
     """Return `num` rows of results that come in parts; every part is dropped before the next one is made."""
     leaves, spec = tree_flatten(next(parts))
     if all(len(leaf) == num for leaf in leaves):

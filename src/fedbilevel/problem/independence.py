@@ -2,8 +2,8 @@
 
 Then all samples of all clients may be one batch. Losses with norms over a batch, or with pairs of
 samples, do not. A few samples may hide such pairs, for example samples of one class. But padding
-must not change a loss, so a loss that needs other samples reads `batch["weight"]`; one that reads
-it counts as not independent.
+must not change a loss, so a loss that needs other samples reads `batch["weight"]`. A loss that reads
+it is not called independent.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -154,10 +153,10 @@ class Work:
         """Return networks, for which another process that asks for them waits: two cannot write one record."""
 
         def alone() -> Any:
-            assert self.parts.record is not None
-            make_folder(self.parts.record)
-            lock = re.sub(r"\W+", "-", name) + ".lock"
-            with open(self.parts.record / lock, "a") as file:
+            lock = self.parts.folder(f"{name}, lock")
+            assert lock is not None
+            make_folder(lock.parent)
+            with open(lock, "a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 return make()
 
