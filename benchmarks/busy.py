@@ -16,7 +16,7 @@ from benchmarks.algorithms import suggested
 from benchmarks.clock import Row, Setup, seconds_of
 from fedbilevel import discovery
 from fedbilevel.engines import simulate
-from fedbilevel.engines.rounds import reached, several_rounds
+from fedbilevel.engines.rounds import expect, reached, several_rounds
 from fedbilevel.errors import ScopeError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.federation.network import Network
@@ -28,7 +28,7 @@ TITLE = "Wall time against GPU time"
 ABOUT = """One outer iteration on embedded digits with batches of 32 and the settings that the task suggests, with a
 tenth of their step sizes, so that hundreds of outer iterations stay finite: server algorithms with 20 clients, half
 of them in a cohort where the algorithm allows it, and HGP between 100 peers. `s` is the wall time per outer iteration
-of a long run between two measurements, finite checks and costs included, `GPU` the time in which a kernel ran during
+of a run of 1,000 between two measurements, finite checks and costs included, `GPU` the time in which a kernel ran during
 such outer iterations (torch.profiler), and their ratio is the aim. `one by one` is the wall time if somebody looks at
 every state. Launches count kernels, copies and graphs that the processor starts. `uncaptured` is the wall time
 without any CUDA graph, and `apart` the relative distance of both trajectories after 12 outer iterations. `in a graph`
@@ -46,6 +46,7 @@ SECONDS = 150.0  # of the whole section
 _ROW_SECONDS = 3.0  # after this a row ends its preparation and takes fewer figures
 _COMPARED = 12  # outer iterations after which trajectories are compared: replays begin at the sixth
 _STRETCH, _WARM = 32, 384  # outer iterations between two measurements, and before timing
+_LENGTH = 1000  # outer iterations of the whole run, which is not run to its end
 _TIMED, _SINGLES, _UNCAPTURED = 5, 9, 3
 _FIRST = ("fedbioacc", "adafbio", "fbo_aggitd", "fedbio", "fednest")
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
@@ -72,6 +73,7 @@ class _Running:
         self.fed: Any = simulate(case.algorithm, *case.built, device=setup.device, **case.options)
         if not captured:
             self.fed.host.captures = self.fed.graphs = None
+        expect(self.fed, _LENGTH)
         self.fed.begin(0)
         self.state, self.iteration = case.algorithm.init(self.fed), 0
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engines.test_cuda_graphs import DEVICE, SERVER, run_again
-from engines.test_outer_graphs import FRESH, HOST, clients, engine, half, travel
+from engines.test_outer_graphs import FRESH, HOST, PEERS, clients, engine, half, travel
 from fedbilevel.algorithms.adafbio import AdaFBiO
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
@@ -23,7 +23,8 @@ from fedbilevel.engines.rounds import expect, reached, refusals, several_rounds
 from fedbilevel.engines.server_graphs import ServerIterations
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
-from fedbilevel.federation.algorithm import Cohort, Kept
+from fedbilevel.federation.algorithm import Cohort, Kept, PeerAlgorithm
+from fedbilevel.federation.network import Network
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.oracle import evaluation
 from fedbilevel.runs.recovery import check_finite
@@ -57,10 +58,11 @@ def hurry(fed, algorithm, *, num_iterations, schedule=None, looks=5, between=lam
     return seen
 
 
-def assert_same_when_hurried(algorithm, built, *, num_iterations=26, schedule=None, looks=5, **options):
+def assert_same_when_hurried(algorithm, built, *, num_iterations=26, schedule=None, looks=5, length=0, **options):
     plain = engine(algorithm, built, captured=False, **options)
     expected = travel(plain, algorithm, num_iterations=num_iterations, schedule=schedule)
     fed = engine(algorithm, built, captured=True, **options)
+    expect(fed, length)
     seen = hurry(fed, algorithm, num_iterations=num_iterations, schedule=schedule, looks=looks)
     assert refusals(fed) == {}
     assert len(seen) < num_iterations - 4, "outer iterations were launched one by one"
@@ -69,15 +71,19 @@ def assert_same_when_hurried(algorithm, built, *, num_iterations=26, schedule=No
     for name, column in plain.ledger.columns.items():
         assert torch.equal(fed.ledger.columns[name], column), name
     assert (fed.ledger.rounds, fed.ledger.phases) == (plain.ledger.rounds, plain.ledger.phases)
-    kept = [value for value in fed._kept_in.items()]
-    assert all(torch.equal(when, plain._kept_in[name]) for name, when in kept)
+    if isinstance(algorithm, PeerAlgorithm):
+        assert (fed.time, fed.upper_time) == (plain.time, plain.upper_time)
+        assert fed.ledger.edges.keys() == plain.ledger.edges.keys()
+        assert all(torch.equal(fed.ledger.edges[name], counts) for name, counts in plain.ledger.edges.items())
+    else:
+        assert all(torch.equal(when, plain._kept_in[name]) for name, when in fed._kept_in.items())
     return fed.graphs
 
 
 @pytest.fixture
 def in_pairs(monkeypatch):
     """Two outer iterations in a row soon become one graph."""
-    for name, value in {"_PAYS": 2, "_SPAN": 2, "_WORK": 2**20}.items():
+    for name, value in {"_PAYS": 2, "_SPAN": 2, "_WORK": 2**20, "_LAUNCH": 2**20}.items():
         monkeypatch.setattr(outer_graphs, name, value)
 
 
@@ -98,6 +104,20 @@ def test_private_x_memory_a_schedule_and_epochs(name, upper, lower):
     built, schedule = clients(upper=upper, lower=lower), Schedule(power=0.5, offset=1.0)
     given = {"cohort": Cohort(0.5), "batch_size": 3, "sampling": "epochs"}
     assert_same_when_hurried(brief(SERVER[name]), built, schedule=schedule, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ring", "complete", "random_undirected"])
+@pytest.mark.parametrize("name", sorted(set(PEERS) - {"rasgp"}))
+def test_every_algorithm_of_peers(name, kind):
+    assert_same_when_hurried(brief(PEERS[name]), clients(), network=Network(kind=kind), batch_size=3)
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule(power=0.5, offset=1.0)])
+@pytest.mark.parametrize(("kind", "upper"), [("base", "shared"), ("random_directed", "private")])
+def test_peers_whose_networks_change(kind, upper, schedule):
+    given = {"network": Network(kind=kind), "batch_size": 3, "schedule": schedule}
+    assert_same_when_hurried(brief(PEERS["hgp"]), clients(upper=upper), **given)
 
 
 @pytest.mark.slow
@@ -122,9 +142,17 @@ def test_pairs_with_private_x_memory_a_schedule_and_epochs(name, upper, lower, i
     assert [one.span for one in pairs(graphs)] == [2]
 
 
-def test_many_small_outer_iterations_are_one_graph():
-    graphs = assert_same_when_hurried(FedAvg(num_local_steps=1), clients(), batch_size=3, num_iterations=400, looks=80)
-    assert {one.span for one in pairs(graphs)} == {2, 4, 8, 16, 32}
+@pytest.mark.parametrize(
+    ("length", "num_local_steps", "spans"),
+    [(10_000, 1, {2, 4, 8, 16, 32}), (0, 1, {2, 4, 8}), (400, 1, {2, 4, 8}), (10_000, 40, {2, 4, 8}), (400, 40, {2})],
+)
+def test_a_graph_of_several_is_recorded_where_the_run_is_long_enough(length, num_local_steps, spans):
+    """Twice as many cost four times as many calls of phases and derivatives, and save half as many launches."""
+    algorithm = FedAvg(num_local_steps=num_local_steps)
+    graphs = assert_same_when_hurried(
+        algorithm, clients(), batch_size=3, num_iterations=400, looks=80, length=length
+    )  # fmt: skip
+    assert {one.span for one in pairs(graphs)} == spans
 
 
 def test_as_many_as_rows_can_be_saved_for(monkeypatch):
@@ -161,6 +189,23 @@ def test_values_that_go_wrong_among_launched_ones_name_client_iteration_and_cost
     assert bool(pairs(fed.graphs)) == (span == 2 and not isinstance(algorithm, FedNest))
     assert found[0][:3] == found[1][:3]
     torch.testing.assert_close(found[1][3:], found[0][3:], rtol=1e-11, atol=1e-12, equal_nan=True)
+
+
+def test_peers_whose_values_go_wrong_return_to_the_steps_of_their_networks():
+    """Values go wrong between two looks, and the clocks of the networks are those of a run that looks at every state."""
+    algorithm, found = brief(PEERS["hgp"]), []
+    for captured in (False, True):
+        fed = engine(algorithm, clients(), captured=captured, batch_size=3, network=Network(kind="random_directed"))
+
+        def spoilt(fed, iteration):
+            if iteration in range(16, 21):
+                fed.host.data.fields["train"]["c"][-3:] = float("inf")
+
+        with pytest.raises(NonFiniteError) as caught:
+            (hurry if captured else travel)(fed, algorithm, num_iterations=40, between=spoilt)
+        found.append((str(caught.value), fed.iteration, fed.ledger.totals(), fed.time))
+    assert fed.graphs.replayed
+    assert found[0] == found[1]
 
 
 @dataclass(frozen=True, kw_only=True)

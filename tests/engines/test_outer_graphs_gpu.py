@@ -90,7 +90,7 @@ def test_a_schedule_and_images(name):
 @pytest.mark.parametrize("name", ["adafbio", "fbo_aggitd", "fedbio", "fedbioacc", "fednest", "fedavg", "fedbio_local"])
 def test_outer_iterations_launched_before_the_first_is_finished(name, span, monkeypatch):
     """With a schedule and without one, one outer iteration or four in a graph; nothing is refused."""
-    for label, value in {"_PAYS": 1, "_SPAN": span, "_WORK": 2**20}.items():
+    for label, value in {"_PAYS": 1, "_SPAN": span, "_WORK": 2**20, "_LAUNCH": 2**20}.items():
         monkeypatch.setattr(outer_graphs, label, value)
     algorithm = brief(SERVER[name])
     built = Quadratic(num_clients=6, num_samples=8, lower="local" if name == "fedbio_local" else "global").build()

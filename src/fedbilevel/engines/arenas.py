@@ -67,7 +67,7 @@ class Arena:
 
 
 class Flags:
-    """A copy of flags to the processor, which waits only when they are read."""
+    """A copy of flags or counts to the processor, which waits only when they are read."""
 
     def __init__(self, flags: Tensor) -> None:
         self._event = None

@@ -21,7 +21,7 @@ from fedbilevel.engines.partly_paid import PartlyPaid
 from fedbilevel.problem.layout import one_row
 
 IN_FLIGHT = 16  # replays that are launched before the first one is looked at
-SAVED = 2**28  # bytes of clients' rows that are saved for all of them together
+SAVED = 2**28  # bytes of clients' rows that are saved, and of new states, for all of them together
 
 
 @dataclass
@@ -69,8 +69,13 @@ class Launched:
     new: Any
     outputs: dict[int, Tensor]
     flags: Flags
+    told: dict[str, Flags]
     saved: list[tuple[Tensor, Tensor, Tensor]]
     iteration: int
+
+    @property
+    def new_bytes(self) -> int:
+        return sum(value.numel() * value.element_size() for value in self.outputs.values())
 
 
 class Launches:
@@ -88,13 +93,17 @@ class Launches:
         raise NotImplementedError
 
     def _keep(self, script: Any, walk: Any) -> Any:
-        """Note what launched outer iterations keep at clients; return what `_finished` needs."""
+        """Note what the next outer iterations must know of launched ones; return what `_finished` needs."""
 
     def _book(self, script: Any, walk: Any, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Repeat the bookkeeping of recorded outer iterations."""
         raise NotImplementedError
 
-    def _settle(self, script: Any, results: Mapping[str, Tensor]) -> None:
+    def _told(self, graph: Graph) -> dict[str, Flags]:
+        """Return copies of results that `_settle` needs."""
+        return {}
+
+    def _settle(self, script: Any, told: Mapping[str, Flags]) -> None:
         """Add to the bookkeeping what only the replay knows."""
 
     def _payers(self, walk: Any, where: Any) -> tuple[str, Tensor]:
@@ -131,7 +140,8 @@ class Launches:
 
     def _has_room(self, launched: list[Launched]) -> bool:
         """Return whether one more replay may be launched."""
-        return len(launched) < IN_FLIGHT and (len(launched) + 1) * launched[-1].graph.saved_bytes <= SAVED
+        num, last = len(launched), launched[-1]
+        return num < IN_FLIGHT and (num + 1) * max(last.graph.saved_bytes, last.new_bytes) <= SAVED
 
     def _replay(self, graph: Graph, given: list[Tensor], walk: Any, slot: int = 0) -> None:
         graph.ints.fill(walk, slot)
@@ -153,8 +163,8 @@ class Launches:
         kept = self._keep(graph.traced.script, walk)
         new = type(state)(**{name: self._finished(values[name], kept) for name in state._fields})
         self._adopt({name: value for name, value in values.items() if name not in state._fields})
-        flags = Flags(results["flags"])
-        return Launched(graph, state, given, walk, before, new, outputs, flags, saved, walk.iteration)
+        flags, told = Flags(results["flags"]), self._told(graph)
+        return Launched(graph, state, given, walk, before, new, outputs, flags, told, saved, walk.iteration)
 
     def _landed(self, launched: list[Launched]) -> Any:
         """Pay for replays, and return the state after the last one or after the first that went wrong."""
@@ -165,7 +175,7 @@ class Launches:
                 return self._run_again(launched[number:])
             self._book(traced.script, walk, dict(enumerate(one.given)), one.outputs)  # while the device computes
             one.graph.partly.pay(flags[1:], partial(self._payers, walk))
-            self._settle(traced.script, traced.results)
+            self._settle(traced.script, one.told)
             self.replayed += one.graph.span
         return launched[-1].new
 

@@ -11,7 +11,7 @@ captured one by one.
 
 Where the loop allows it, several replays are launched before the first one is finished, so that the
 device does not wait for the processor (`launches`). Small outer iterations take less time than
-their launch: after many replays, several in a row are recorded as one graph.
+their launch: in a long run, several in a row are recorded as one graph.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ OUTER = "outer iteration"  # the name of a whole outer iteration in `Captures.re
 _PATIENCE = 60  # outer iterations without a replay after which the engine captures phases instead
 _FAILURES = (NotCapturable, RuntimeError, TypeError, ValueError, AttributeError, LookupError, FedBilevelError)
 _MOST = 32  # recorded outer iterations that are kept
-_WORK = 128  # calls of phases and derivatives that take a GPU longer than their launch
+_WORK = 2048  # calls of phases and derivatives in one graph of several outer iterations at most
 _KNOWN = 1024  # settings with step sizes that are remembered
 _SPAN = 32  # outer iterations in one graph at most
-_PAYS = 8  # a graph of several is recorded after so many times as many replays, which it then saves
+_PAYS = 8  # a graph of several is recorded after so many times as many replays, which have all been alike
+_LAUNCH = 6  # calls that are recorded in the time that a launch takes
 
 At = Callable[[int], Any]
 More = Callable[[int, int, int], bool]
@@ -180,8 +181,7 @@ class Iterations(OuterCapture):
         cost, work = self._cost(graph.traced.script)
         first, moving = fed.iteration, found.keys[0] not in self._kept
         goes_on = lambda i: more(first + i, rounds + i * cost, rounds + (i + 1) * cost)
-        most = min(_SPAN, self.replayed // _PAYS)
-        while 2 * span <= most and span * work < _WORK and all(goes_on(i) for i in range(span - 1, 2 * span - 1)):
+        while self._pays(span, work) and all(goes_on(i) for i in range(span - 1, 2 * span - 1)):
             span *= 2
         if graph.is_alone or span == 1:
             return None
@@ -205,6 +205,19 @@ class Iterations(OuterCapture):
             fed.begin(first, walks[0].algorithms[0])
             return None
         return graph.longer[span], walk
+
+    def _pays(self, span: int, work: int) -> bool:
+        """Return whether a graph of twice as many outer iterations saves more launches than its recording costs.
+
+        It is rehearsed and recorded, and each outer iteration that is left saves 1 / (2 * span) of a launch. In a run
+        of unknown length, as many outer iterations are expected as have been replayed.
+        """
+        left = max(self.replayed, self.length - self.fed.iteration)
+        return (
+            2 * span <= min(_SPAN, self.replayed // _PAYS)
+            and 2 * span * work <= _WORK
+            and 2 * (2 * span) * work <= _LAUNCH * left / (2 * span)
+        )
 
     def _slowly(self, algorithm: Any, state: Any, found: _Found | None, graph: Graph | None, walk: Any) -> Any:
         """Run an outer iteration without a graph or beside one, and record it if it is the third of its kind."""

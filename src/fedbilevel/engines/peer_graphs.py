@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.addressed import Addressed, NotCapturable, Partly, Whereabouts
-from fedbilevel.engines.arenas import Setting, Traced
+from fedbilevel.engines.arenas import Flags, Setting, Traced
 from fedbilevel.engines.cuda_graphs import addressed, rooms_of
+from fedbilevel.engines.launches import Graph
 from fedbilevel.engines.outer_capture import LONG
 from fedbilevel.engines.outer_graphs import Iterations
 from fedbilevel.federation.clients import Bill
@@ -49,6 +50,24 @@ class _Sent(NamedTuple):
 
     network: int
     step: int
+
+
+class _Script(NamedTuple):
+    """Bookkeeping of an outer iteration.
+
+    charges: phase, method of the ledger and arguments.
+    messages: name of the result that counts them, phase, floats and bytes of each.
+    time, upper_time: steps of the networks.
+    call: number of the last call.
+    rounds: rounds of communication.
+    """
+
+    charges: list[tuple[str, str, tuple[Any, ...]]]
+    messages: list[tuple[str, str, int, int]]
+    time: int
+    upper_time: int
+    call: int
+    rounds: int
 
 
 class _Links:
@@ -159,11 +178,8 @@ class PeerIterations(Iterations):
         facts = tuple(None if links is None else time % (links.period or 1) for links, time in networks)
         return Walk(fed.iteration, rooms, tuple(networks)), facts
 
-    def _has_room(self, launched: Any) -> bool:
-        return False  # the next one needs the clocks of the networks, which a finished one sets
-
-    def _cost(self, script: Any) -> tuple[int, int]:
-        return 0, LONG
+    def _cost(self, script: _Script) -> tuple[int, int]:
+        return script.rounds, LONG
 
     def _before(self, graph: Any) -> Any:
         fed = self.fed
@@ -215,23 +231,29 @@ class PeerIterations(Iterations):
         finite = torch.stack(trace["finite"]).all()
         results["flags"] = torch.cat([finite.view(1), *(one.flags for one in trace["partly"])])
         messages = _counted(notes, results)
-        moves = *(now - walk.networks[i][1] for i, now in enumerate((peers.time, peers.upper_time))), peers.call
-        return Traced(values, (notes.charges, messages, *moves), results, [(LOCAL, one) for one in trace["partly"]])
+        time, upper_time = (now - walk.networks[i][1] for i, now in enumerate((peers.time, peers.upper_time)))
+        rounds = sum(given[0] if given else 1 for _, name, given in notes.charges if name == "count_round")
+        script = _Script(notes.charges, messages, time, upper_time, peers.call, rounds)
+        return Traced(values, script, results, [(LOCAL, one) for one in trace["partly"]])
 
-    def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-        charges, _, time, upper_time, call = script
-        for phase, name, given in charges:
+    def _keep(self, script: _Script, walk: Walk) -> None:
+        self.fed.time += script.time
+        self.fed.upper_time += script.upper_time
+
+    def _book(self, script: _Script, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        for phase, name, given in script.charges:
             with self.host.ledger.during(phase):
                 known = (walk.mixing(*one).sent if isinstance(one, _Sent) else one for one in given)
                 getattr(self.host.ledger, name)(*known)
-        self.fed.time += time
-        self.fed.upper_time += upper_time
-        self.fed.call = call
+        self.fed.call = script.call
 
-    def _settle(self, script: Any, results: Mapping[str, Tensor]) -> None:
-        for label, phase, floats, num_bytes in script[1]:
+    def _told(self, graph: Graph) -> dict[str, Flags]:
+        return {label: Flags(graph.traced.results[label]) for label, *_ in graph.traced.script.messages}
+
+    def _settle(self, script: _Script, told: Mapping[str, Flags]) -> None:
+        for label, phase, floats, num_bytes in script.messages:
             with self.host.ledger.during(phase):
-                self.host.ledger.charge_edges(results[label].cpu(), floats, num_bytes)
+                self.host.ledger.charge_edges(told[label].read(), floats, num_bytes)
 
     def _payers(self, walk: Walk, where: str) -> tuple[str, Tensor]:
         return where, self.host.data.positions
