@@ -26,6 +26,7 @@ from fedbilevel.errors import NonFiniteError
 from fedbilevel.federation.algorithm import Cohort, Kept, PeerAlgorithm
 from fedbilevel.federation.network import Network
 from fedbilevel.federation.schedule import Schedule
+from fedbilevel.federation.store import Store
 from fedbilevel.oracle import evaluation
 from fedbilevel.runs.recovery import check_finite
 from fedbilevel.runs.solve import solve
@@ -37,7 +38,23 @@ pytestmark = pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning"
 @pytest.fixture(autouse=True)
 def _recorder(monkeypatch):
     if DEVICE == "cpu":
-        monkeypatch.setattr(cuda_graphs, "recorded", run_again)
+        monkeypatch.setattr(cuda_graphs, "recorded", run_on_the_same_rows)
+
+
+def run_on_the_same_rows(function, device):
+    """As `run_again`, but rows that clients keep must be where they were recorded: a graph would not find them."""
+    results, replay = run_again(function, device)
+
+    def fixed(store, name, like):
+        assert store._shelves[name].rows is store._fixed[name], f"rows of {name!r} have moved"
+        return store._fixed[name]
+
+    def checked():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Store, "fixed", fixed)
+            replay()
+
+    return results, checked
 
 
 def hurry(fed, algorithm, *, num_iterations, schedule=None, looks=5, between=lambda fed, iteration: None):

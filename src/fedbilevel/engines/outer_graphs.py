@@ -200,6 +200,8 @@ class Iterations(OuterCapture):
                 raise NotCapturable("the next outer iterations are unlike this one")
             if span not in graph.longer or graph.longer[span].traced.moved():
                 graph.longer[span] = self._capture(state, walk, moving)
+                if graph.longer[span].traced.moved():  # recording has put them elsewhere
+                    raise NotCapturable("rows that clients keep do not stay in place")
         except _FAILURES:
             graph.is_alone = True
             fed.begin(first, walks[0].algorithms[0])
