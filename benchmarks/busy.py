@@ -26,7 +26,7 @@ from fedbilevel.tasks.task import Built
 
 TITLE = "Wall time against GPU time"
 ABOUT = """One outer iteration on embedded digits with batches of 32 and the settings that the task suggests, with a
-tenth of their step sizes, so that hundreds of outer iterations stay finite: server algorithms with 20 clients, half
+hundredth of their step sizes, so that hundreds of outer iterations stay finite: server algorithms with 20 clients, half
 of them in a cohort where the algorithm allows it, and HGP between 100 peers. `s` is the wall time per outer iteration
 of a run of 1,000 between two measurements, finite checks and costs included, `GPU` the time in which a kernel ran during
 such outer iterations (torch.profiler), and their ratio is the aim. `one by one` is the wall time if somebody looks at
@@ -46,6 +46,7 @@ SECONDS = 150.0  # of the whole section
 _ROW_SECONDS = 3.0  # after this a row ends its preparation and takes fewer figures
 _COMPARED = 12  # outer iterations after which trajectories are compared: replays begin at the sixth
 _STRETCH, _WARM = 32, 384  # outer iterations between two measurements, and before timing
+_SHORT = 0.01  # of the step sizes, which cost no time
 _LENGTH = 1000  # outer iterations of the whole run, which is not run to its end
 _TIMED, _SINGLES, _UNCAPTURED = 5, 9, 3
 _FIRST = ("fedbioacc", "adafbio", "fbo_aggitd", "fedbio", "fednest")
@@ -124,7 +125,7 @@ def _cases(setup: Setup) -> Iterator[tuple[str, Callable[[], _Case | None]]]:
 
 
 def _server(name: str, task: HyperRepresentation, forms: list[Built]) -> _Case | None:
-    algorithm = suggested(name, task).scaled(0.1)
+    algorithm = suggested(name, task).scaled(_SHORT)
     cohort = Cohort() if algorithm.needs_everyone or algorithm.gathers else Cohort(0.5)
     for number, built in enumerate(forms):
         try:
@@ -138,7 +139,7 @@ def _server(name: str, task: HyperRepresentation, forms: list[Built]) -> _Case |
 
 def _peers(kind: str, num_peers: int) -> _Case:
     task = HyperRepresentation(num_clients=num_peers)
-    algorithm = suggested("hgp", task).scaled(0.1)
+    algorithm = suggested("hgp", task).scaled(_SHORT)
     assert isinstance(algorithm, PeerAlgorithm)
     network = Network(kind=kind)  # type: ignore[arg-type]
     return _Case("hgp", f"{num_peers} peers, {kind}", algorithm, task.build(), {"batch_size": 32, "network": network})
