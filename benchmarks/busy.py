@@ -26,14 +26,14 @@ from fedbilevel.tasks.task import Built
 
 TITLE = "Wall time against GPU time"
 ABOUT = """One outer iteration on embedded digits with batches of 32 and the settings that the task suggests, with a
-hundredth of their step sizes, so that hundreds of outer iterations stay finite: server algorithms with 20 clients, half
-of them in a cohort where the algorithm allows it, and HGP between 100 peers. `s` is the wall time per outer iteration
-of a run of 1,000 between two measurements, finite checks and costs included, `GPU` the time in which a kernel ran during
-such outer iterations (torch.profiler), and their ratio is the aim. `one by one` is the wall time if somebody looks at
-every state. Launches count kernels, copies and graphs that the processor starts. `uncaptured` is the wall time
-without any CUDA graph, and `apart` the relative distance of both trajectories after 12 outer iterations. `in a graph`
-is the number of outer iterations that one graph computes, and `replayed` counts those that a graph computed.
-`refused` says why whole outer iterations were not captured."""
+hundredth of their step sizes, so that hundreds of outer iterations stay finite: server algorithms with 20 clients,
+half of them in a cohort where the algorithm allows it, and HGP between 100 peers. `s` is the wall time per outer
+iteration of a run of 1,000 between two measurements, finite checks and costs included, `GPU` the time in which a
+kernel ran during such outer iterations (torch.profiler), and their ratio is the aim. `one by one` is the wall time if
+somebody looks at every state. Launches count kernels, copies and graphs that the processor starts. `uncaptured` is
+the wall time without any CUDA graph, and `apart` the relative distance of both trajectories after 12 outer
+iterations. `in a graph` is the number of outer iterations that one graph computes, and `replayed` counts those that a
+graph computed. `refused` says why whole outer iterations were not captured."""
 
 HEADINGS = {
     "busy_seconds": "GPU, s",

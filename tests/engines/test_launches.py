@@ -209,7 +209,7 @@ def test_values_that_go_wrong_among_launched_ones_name_client_iteration_and_cost
 
 
 def test_peers_whose_values_go_wrong_return_to_the_steps_of_their_networks():
-    """Values go wrong between two looks, and the clocks of the networks are those of a run that looks at every state."""
+    """Error, costs and steps of the networks are those of a run that looks at every state."""
     algorithm, found = brief(PEERS["hgp"]), []
     for captured in (False, True):
         fed = engine(algorithm, clients(), captured=captured, batch_size=3, network=Network(kind="random_directed"))
