@@ -10,9 +10,14 @@ cleaning/fold_networks.py. Methods:
                 on the other labels
     cleanlab_again  the same in two passes, at the cost of refined: networks of the folds are trained again
                 without the flagged labels, and cleanlab reads the mean probabilities of both passes
-    refined     label_em turns these probabilities into posteriors; networks are trained on the
-                posteriors, out of fold again; `confident`, or label_em by the setting `flag_by`,
-                flags labels on the mean probabilities of both passes
+    refined     networks are trained out of fold again, in a way that the setting `again` names;
+                `confident`, or label_em by the setting `flag_by`, flags labels on the mean
+                probabilities of both passes
+
+The second networks of the folds of `refined` are trained, by the setting `again`:
+
+    posteriors  on the posteriors that label_em makes from the first probabilities
+    unflagged   without the labels that `flag_by` flags by the first probabilities
 
 The last network of `refined` is trained, by the setting `last`:
 
@@ -86,11 +91,12 @@ class NetworkRow(Settings):
     )
     flag_by: Literal["confident", "label_em"] = setting("confident", "detector whose flags refined uses")
     transition: Literal["shared", "own"] = setting("shared", "matrix T of label_em, as there")
+    again: Literal["posteriors", "unflagged"] = setting("posteriors", "what the second networks of folds learn from")
 
     @property
     def key(self) -> str:
         """Return what flags and posteriors depend on."""
-        return f"{self.flag_by}, {self.transition}"
+        return f"{self.flag_by}, {self.transition}" + (f", {self.again}" if self.again != "posteriors" else "")
 
 
 def run(
@@ -211,11 +217,18 @@ class Work:
 
     def refined(self, settings: NetworkRow) -> Outcome:
         own = {"transition": settings.transition}
-        first = self._detected("given", self.folds("given"), "label_em", own)
-        again = self.folds("given") + self.folds(f"refined {settings.transition}", targets=first.posteriors)
-        both = f"both, {settings.transition}"
+        flag_by = {"label_em": own, "confident": {}}[settings.flag_by]
+        if settings.again == "unflagged":
+            first = self._detected("given", self.folds("given"), settings.flag_by, flag_by)
+            name, both = f"without the flags of {settings.key}", f"both, {settings.key}"
+            second = self.folds(name, flags=first.flags)
+        else:
+            first = self._detected("given", self.folds("given"), "label_em", own)
+            both = f"both, {settings.transition}"
+            second = self.folds(f"refined {settings.transition}", targets=first.posteriors)
+        again = self.folds("given") + second
         soft = self._detected(both, again, "label_em", own)
-        found = soft if settings.flag_by == "label_em" else self._detected(both, again, "confident", {})
+        found = soft if settings.flag_by == "label_em" else self._detected(both, again, "confident", flag_by)
         detected = {id(one): one for one in (first, found, soft)}.values()
         parts = (again.cost, *(one.result.rows[-1] for one in detected))
         cost = {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes")}
