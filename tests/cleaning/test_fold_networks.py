@@ -13,6 +13,7 @@ from torch import nn
 
 import fedbilevel as fb
 from fedbilevel.algorithms.fedadam import FedAdam
+from fedbilevel.cleaning import prepared
 from fedbilevel.cleaning.augment import moved
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, rows_of, train_folds, train_network
 from fedbilevel.cleaning.residual import Residual
@@ -158,11 +159,37 @@ def test_two_passes_find_labels_and_count_what_they_cost():
     flags, wrong = np.concatenate(found.flags), np.tile(np.arange(100) < 20, 3)
     assert flags[wrong].mean() > 0.75  # 0.88 to 0.98, by the way in which derivatives are evaluated
     assert flags[~wrong].mean() < 0.1
-    assert found.found["network"]["rounds"] > 4 * 40  # four networks, and label_em between them
+    assert found.found["network"]["rounds"] > 4 * 40  # four networks, and confident learning between them
     fresh = stripes(np.random.default_rng(5), 200)
     assert (found.predict(fresh["image"]) == fresh["label"]).mean() > 0.85
     once = fb.clean_labels(clients, features="out_of_fold", training=training)
     assert once.found["network"]["rounds"] == 80
+
+
+def test_the_second_networks_learn_without_the_flags_of_confident_learning(tmp_path, monkeypatch):
+    """In `clean_labels` and in the study; without a setting, the study trains them on posteriors."""
+    seen = []
+    for owner in (prepared, network_cleaning):
+
+        def spied(*given, usual=owner.train_folds, **more):
+            seen.append(more)
+            return usual(*given, **more)
+
+        monkeypatch.setattr(owner, "train_folds", spied)
+    clients, training = striped(num=60), {"num_folds": 2, "width": 4, "num_rounds": 15, "batch_size": 16}
+    fb.clean_labels(clients, features="refined", training=training)
+    first = fb.clean_labels(clients, features="out_of_fold", training=training, detector="confident")
+    assert seen[1].get("targets") is None
+    assert 0 < np.concatenate(first.flags).sum() < 180
+    assert all(map(np.array_equal, seen[1]["flags"], first.flags))
+
+    row = {"task": {"name": "data_cleaning", "num_clients": 3, "noise": 0.2, "num_clean": 20}, "training": training}
+    for again, name in (("unflagged", "flags"), ("posteriors", "targets")):
+        network_cleaning._shared.clear()
+        seen.clear()
+        given = {**row, "method": "refined", "again": again}
+        network_cleaning.run(given, repetition=0, folder=tmp_path / again, device="cpu", say=lambda text: None)
+        assert [{*one} - {"parts", "seed", "device"} for one in seen] == [set(), {name}]
 
 
 def test_an_unknown_setting_of_the_training_is_refused():

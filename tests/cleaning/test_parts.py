@@ -36,7 +36,8 @@ class Seen:
 def test_every_part_is_shown_before_it_begins():
     seen = Seen()
     fb.clean_labels(striped(), features="refined", retrain=True, progress=seen, **HOW)
-    first, second = ([f"{which} pass, {name}" for name in OUT_OF_FOLD] for which in ("first", "second"))
+    networks = OUT_OF_FOLD[:2]
+    first, second = ([f"{which} pass, {name}" for name in (*networks, "confident")] for which in ("first", "second"))
     assert seen.names[:6] == [*first, *second[:2], "label_em"]
     last = seen.names[6:]
     assert last[0] == "last network, as_given"

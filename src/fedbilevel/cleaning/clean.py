@@ -22,8 +22,8 @@ from fedbilevel.cleaning.parts import Parts
 from fedbilevel.cleaning.prepared import Features, Prepared, checked, prepared
 from fedbilevel.cleaning.truth import Classifier, of_clients, tested
 from fedbilevel.detectors._scored import Scored
+from fedbilevel.detectors.confident import Confident
 from fedbilevel.detectors.detector import PRIOR, Detector
-from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.engines import group_of
 from fedbilevel.engines.ranks import EngineName
 from fedbilevel.errors import SettingError, UnknownNameError
@@ -76,8 +76,8 @@ def clean_labels(
         small convolutional network by FedAvg on the given labels, in 100 more rounds, and uses its
         last hidden layer; "out_of_fold" trains one residual network per fold of the samples, and
         uses the class probabilities of the network that has not seen the sample; "refined" does so
-        twice, the second time with the posteriors of label_em on the first networks as targets, and
-        uses the mean of both; a module that maps images to rows, for example a pretrained network
+        twice, the second time without the labels that confident learning flags by the first networks,
+        and uses the mean of both; a module that maps images to rows, for example a pretrained network
         without its last layer, is best.
     training: how networks of folds are trained: settings of `cleaning.fold_networks.Training`, such as
         {"width": 32, "num_rounds": 400}.
@@ -177,9 +177,11 @@ def _ready(
     ready = prepared(clients, "out_of_fold" if again else features, num_classes, training=training, parts=one, **where)
     paid = []
     if again:
-        em = LabelEM(reads="probabilities")
-        found = one.solve(em.name(), ready.problem, ready.clients, em, **_length(em), **where)
-        first, two = (ready.network, _posteriors(found, ready)), parts.within("second pass")
+        finder = Confident(reads="probabilities", num_fit_rounds=1)  # its own classifiers are not used
+        found = one.solve(finder.name(), ready.problem, ready.clients, finder, **_length(finder), **where)
+        labels = [client["train"]["label"] for client in ready.clients]
+        flags = [wrong_of(q, label) >= HALF for q, label in zip(_posteriors(found, ready), labels, strict=True)]
+        first, two = (ready.network, flags), parts.within("second pass")
         ready = prepared(clients, features, num_classes, training=training, first=first, parts=two, **where)
         paid.append(found.rows[-1])
     if ready.network is not None:

@@ -54,7 +54,7 @@ def prepared(
     """Return clients with rows of features, and with marks of the samples in `val` that are clean.
 
     training: how networks of folds are trained.
-    first: for features="refined", the networks of the first pass, and the posteriors to train on.
+    first: for features="refined", the networks of the first pass, and the flags of labels to leave out.
     parts: shows and keeps the training of networks.
     where: seed, device, dtype and engine of a run that trains features.
 
@@ -69,7 +69,7 @@ def prepared(
         network = train_network(given, found, parts=parts, **where)
     elif isinstance(features, str) and features in ("out_of_fold", "refined"):
         own = [client["train"] for client in given]
-        network = train_folds(own, found, training, targets=None if first is None else first[1], parts=parts, **where)
+        network = train_folds(own, found, training, flags=None if first is None else first[1], parts=parts, **where)
         network = network if first is None else first[0] + network
     rows = _rows_of(features if network is None else network, given[0]["train"]["image"])
     own_rows = rows if not isinstance(network, FoldNetworks) else lambda some: rows_of(network.unseen(some))
