@@ -25,7 +25,9 @@ from fedbilevel.tasks.shared_heads import shared_heads
 Score = Callable[[Any, Any, Any], Tensor]  # (x, y, batch) -> logits (samples, classes)
 
 _STEPS = (0.1, 0.3, 1.0, 3.0)  # of rivals with a second setting of two values
-_BODY = (0.01, 0.03, *_STEPS)  # of FedBABU, whose body under a fixed head diverges with the others on some data
+_BODY = (  # steps of FedBABU, whose body under a fixed head diverges with long ones, and numbers of tuning steps
+    (0.01, 50), (0.03, 50), (0.1, 50), (0.3, 50), (1.0, 50), (3.0, 50), (0.3, 10), (1.0, 10),
+)  # fmt: skip
 _FINE = (0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 _MORE = (0.0, 0.03)  # added to the l2 of own heads
 _PENALTY = "penalty of "  # a layer: log of the weight by which its own parts are small
@@ -197,7 +199,7 @@ def network_rivals(
 ) -> Mapping[str, Rival]:
     """Return plain ways to train a network of all clients, with or without parts of their own.
 
-    Each is tuned by eight trials on validation samples, and FedBABU by twelve.
+    Each is tuned by eight trials on validation samples.
 
     shared: the whole network is y and global. adjusted: the same, with `prior` added to the logits.
     heads: the last layer is y and local, all other layers are x; None if there are no other layers.
@@ -240,11 +242,7 @@ def network_rivals(
     }  # fmt: skip
     if heads is not None:
         both = [{**own, "lr_upper": lr} for own in plain for lr in (own["lr_lower"], 0.3 * own["lr_lower"])]
-        longer = [
-            {"lr_lower": lr, "num_local_steps": 5, "num_tuning_steps": num, "lr_upper": lr}
-            for lr in _BODY
-            for num in (10, 50)
-        ]
+        longer = [{"lr_lower": lr, "num_local_steps": 5, "num_tuning_steps": num, "lr_upper": lr} for lr, num in _BODY]
         found["fedrep"] = tuned("FedRep, own last layer", heads, clients, "fedrep", both, again)
         found["fedbabu"] = tuned("FedBABU, last layer tuned at the end", heads, clients, "fedbabu", longer, again)
         found["own_head"] = own_heads(shared, heads, clients, plain, again)
