@@ -22,6 +22,7 @@ from fedbilevel.studies.influence.plain import NAMES
 from fedbilevel.studies.kinds import cleaning, worth
 from fedbilevel.studies.rivals import run_rival
 from fedbilevel.studies.together import CHOICES
+from fedbilevel.tasks.rival import Rival
 from support.stops import ctrl_c
 
 FILE = Path(__file__).resolve().parents[2] / "experiments" / "worth" / "experiment.toml"
@@ -185,6 +186,19 @@ def test_self_tuned_from_the_plain_way_is_the_bilevel_answer_beside_its_start(ru
 def test_a_start_without_a_bilevel_answer_has_diverged(run, monkeypatch):
     monkeypatch.setattr(worth, "choices", lambda *_, **__: {"guarded": {"test_loss": 1.0}})
     assert run(task=TASK, figure="test_loss", num_rounds=12, method="started").figures == {"diverged": 1.0}
+
+
+def test_a_rival_of_which_every_trial_fails_has_diverged(run, monkeypatch):
+    """Such runs return to their start, whose figures are those of no method."""
+    ways = fb.tasks.Regularisation.rivals
+
+    def wild(task):
+        way = next(iter(ways(task)["l2_grid"].ways.values()))
+        settings = {"lr_lower": 1e4, "num_local_steps": 5}
+        return {"wild": Rival("too long steps", {"one": way._replace(algorithm="fedavg", settings=settings)})}
+
+    monkeypatch.setattr(fb.tasks.Regularisation, "rivals", wild)
+    assert run(task=TASK, figure="test_loss", num_rounds=12, method="wild").figures == {"diverged": 1.0}
 
 
 def test_a_task_names_the_algorithm_that_stands_for_self_tuned(run):

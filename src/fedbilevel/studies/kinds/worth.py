@@ -111,7 +111,8 @@ def _solved(
     if method in (rows := known(shared, place)):
         return rows[method]
     outcome = run_rival(plans[method], num_rounds=rounds, **options)
-    return {**outcome.figures, **outcome.costs} if outcome.figures else {}
+    # a run that failed returns to its best state, at worst its start, which no search has found
+    return {**outcome.figures, **outcome.costs} if outcome.figures and outcome.failed is None else {}
 
 
 def _cleaned(row: Mapping[str, Any], method: str, **where: Any) -> dict[str, float]:
