@@ -194,7 +194,7 @@ def test_a_rival_of_which_every_trial_fails_has_diverged(run, monkeypatch):
 
     def wild(task):
         way = next(iter(ways(task)["l2_grid"].ways.values()))
-        settings = {"lr_lower": 1e4, "num_local_steps": 5}
+        settings = {"lr_lower": 1e6, "num_local_steps": 5}
         return {"wild": Rival("too long steps", {"one": way._replace(algorithm="fedavg", settings=settings)})}
 
     monkeypatch.setattr(fb.tasks.Regularisation, "rivals", wild)
