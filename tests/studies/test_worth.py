@@ -188,6 +188,7 @@ def test_a_start_without_a_bilevel_answer_has_diverged(run, monkeypatch):
     assert run(task=TASK, figure="test_loss", num_rounds=12, method="started").figures == {"diverged": 1.0}
 
 
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.RecoveryWarning")
 def test_a_rival_of_which_every_trial_fails_has_diverged(run, monkeypatch):
     """Such runs return to their start, whose figures are those of no method."""
     ways = fb.tasks.Regularisation.rivals
