@@ -16,7 +16,6 @@ from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.rival import Rival, Way
 
-_WORSE = 0.1  # a refit whose upper loss is higher by this share has failed
 _PAID = ("seconds", "megabytes", "rounds", "messages", *COLUMNS)  # columns that add up over runs
 
 
@@ -58,8 +57,6 @@ def run_rival(
 ) -> RivalOutcome:
     """Run every way for `num_rounds`, choose the lowest upper loss, and refit if the rival does.
 
-    The chosen run is the answer if the refit is clearly worse on validation samples, from which it has learned.
-
     always: run a single way too, although there is no choice, so that `unseen` is there.
     options: further keywords of `solve`, such as seed, batch_size and cohort.
     """
@@ -74,8 +71,6 @@ def run_rival(
     unseen = found[chosen][-1][1] if chosen in found else None
     if rival.refit is not None:
         runs = _runs(rival.refit(chosen), callbacks, num_rounds, options, short=False)
-        if chosen in tried and _loss(runs[-1][1]) > tried[chosen] + _WORSE * abs(tried[chosen]):
-            found["refit"], runs = runs, found.pop(chosen)
     else:
         runs = found.pop(chosen)
     *first, (last, answer) = runs
