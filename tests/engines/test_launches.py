@@ -19,6 +19,8 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines import cuda_graphs, launches, outer_graphs
+from fedbilevel.engines.peer_graphs import PeerIterations
+from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.rounds import expect, reached, refusals, several_rounds
 from fedbilevel.engines.server_graphs import ServerIterations
 from fedbilevel.engines.simulation import Simulation
@@ -172,9 +174,42 @@ def test_a_graph_of_several_is_recorded_where_the_run_is_long_enough(length, num
     assert {one.span for one in pairs(graphs)} == spans
 
 
+@pytest.mark.parametrize("name", ["adafbio", "fedbioacc"])
+def test_a_longer_graph_that_cannot_be_recorded_leaves_rows_where_the_short_one_reads_them(name, in_pairs, monkeypatch):
+    capture = ServerIterations._capture
+
+    def fails(self, state, walk, moving):
+        found = capture(self, state, walk, moving)
+        if len(walk.algorithms) > 1:
+            raise RuntimeError("out of memory")
+        return found
+
+    monkeypatch.setattr(ServerIterations, "_capture", fails)
+    built = clients(upper="private")
+    graphs = assert_same_when_hurried(brief(SERVER[name]), built, cohort=Cohort(0.5), batch_size=3, num_iterations=34)
+    assert graphs.replayed > 20
+    assert pairs(graphs) == []
+
+
+@pytest.mark.parametrize("num_rounds", [None, 100])
+def test_graphs_of_several_are_used_to_the_end(num_rounds, monkeypatch):
+    """Rounds that end the run earlier count as its length: then fewer are worth a graph."""
+    spans, launch = [], ServerIterations._launch
+    monkeypatch.setattr(
+        ServerIterations, "_launch", lambda self, graph, *rest: spans.append(graph.span) or launch(self, graph, *rest)
+    )
+    algorithm = FedAvg(num_local_steps=10)
+    fed = engine(algorithm, clients(), captured=True, batch_size=3)
+    expect(fed, 400, num_rounds)
+    hurry(fed, algorithm, num_iterations=400, looks=400)
+    most = max(spans)
+    assert most == (4 if num_rounds is None else 2)
+    assert set(spans[spans.index(most) + 1 : -2]) == {most}
+
+
 def test_as_many_as_rows_can_be_saved_for(monkeypatch):
     algorithm = AdaFBiO()
-    for most, saved in ((3, 2**28), (16, 1)):
+    for most, saved in ((3, 2**28), (16, 1)):  # bytes of clients' rows, and of new states below
         monkeypatch.setattr(launches, "IN_FLIGHT", most)
         monkeypatch.setattr(launches, "SAVED", saved)
         fed = engine(algorithm, clients(), captured=True, batch_size=3, cohort=Cohort(0.5))
@@ -206,6 +241,32 @@ def test_values_that_go_wrong_among_launched_ones_name_client_iteration_and_cost
     assert bool(pairs(fed.graphs)) == (span == 2 and not isinstance(algorithm, FedNest))
     assert found[0][:3] == found[1][:3]
     torch.testing.assert_close(found[1][3:], found[0][3:], rtol=1e-11, atol=1e-12, equal_nan=True)
+
+
+def test_as_many_as_new_states_have_room(monkeypatch):
+    algorithm, built = brief(PEERS["hgp"]), clients()
+    for saved, ahead in ((2**28, 16), (1, 1)):
+        monkeypatch.setattr(launches, "SAVED", saved)
+        fed = engine(algorithm, built, captured=True, batch_size=3, network=Network(kind="ring"))
+        seen = sorted(hurry(fed, algorithm, num_iterations=40, looks=40))
+        assert max(later - one for one, later in itertools.pairwise(seen)) == ahead
+
+
+def test_rounds_of_peers_end_a_run_and_decide_its_measurements():
+    algorithm, built, runs = brief(PEERS["hgp"]), clients(), []
+    for captured in (False, True):
+
+        def captures(self, *given, captured=captured, make=PeerSimulation.__init__, **options):
+            make(self, *given, **options)
+            self.host.captures = cuda_graphs.Captures(self.host) if captured else None
+            self.graphs = PeerIterations(self) if captured else None
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PeerSimulation, "__init__", captures)
+            found = solve(*built, algorithm, num_rounds=400, batch_size=3, network=Network(kind="ring"))
+        runs.append((found.iteration, [(row["iteration"], row["rounds"]) for row in found.rows]))
+    assert runs[0] == runs[1]
+    assert len(runs[0][1]) > 10
 
 
 def test_peers_whose_values_go_wrong_return_to_the_steps_of_their_networks():

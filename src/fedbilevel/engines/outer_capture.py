@@ -28,11 +28,21 @@ class OuterCapture(Launches):
     exact: whether a replay has the bits of the usual computation.
     steady: whether all cohorts of the run are the same.
     length: number of outer iterations of the whole run, if it is known.
+    num_rounds: rounds that end it earlier, or None.
     """
 
     exact = False
     steady = False
     length = 0
+    num_rounds: int | None = None
+
+    def _expected(self, rounds: int) -> int:
+        """Return the number of outer iterations of the whole run; 0: it is not known.
+
+        rounds: of one outer iteration.
+        """
+        most = -(-self.num_rounds // rounds) if self.num_rounds and rounds else self.length
+        return min(self.length, most)
 
     def _cost(self, script: Any) -> tuple[int, int]:
         """Return the rounds of recorded outer iterations, and their calls of phases and derivatives."""
@@ -91,7 +101,8 @@ class OuterCapture(Launches):
 
         try:
             first, asked = run({}, frozen=False)
-            if _COMPILED <= self.length * self._cost(first.script)[1] < LONG:
+            rounds, work = self._cost(first.script)
+            if _COMPILED <= self._expected(rounds) * work < LONG:
                 host.oracle.compile_from_now(host.device)
             buys = {place: self._bought(walk, place, wanted) for place, wanted in asked.items()}
             ints.pack()

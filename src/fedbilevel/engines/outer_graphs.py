@@ -119,7 +119,7 @@ class Iterations(OuterCapture):
             now, found = fed.iteration, self._look(algorithm, state)
             graph, walk = (None, None) if found is None else (found.graph, found.walk)
             if graph is not None and not graph.on_trial:
-                graph, walk = self._several(found, state, at, more, rounds) or (graph, walk)
+                graph, walk = self._several(found, state, at, more, rounds)
             if graph is None or graph.on_trial:
                 state = self._landed(launched) if launched else state
                 if launched and fed.iteration < now:  # an earlier one went wrong
@@ -170,10 +170,11 @@ class Iterations(OuterCapture):
             self._last_kind = last
         return last[2:]
 
-    def _several(self, found: Any, state: Any, at: At, more: More, rounds: int) -> tuple[Graph, Any] | None:
+    def _several(self, found: Any, state: Any, at: At, more: More, rounds: int) -> tuple[Graph | None, Any]:
         """Return the graph of this outer iteration and the next ones; the last of them has then begun.
 
-        None: they must be launched one by one.
+        It is the graph of this one alone where they must be launched one by one, and None if recording them has
+        moved rows that this graph reads.
 
         rounds: number of rounds so far.
         """
@@ -181,10 +182,11 @@ class Iterations(OuterCapture):
         cost, work = self._cost(graph.traced.script)
         first, moving = fed.iteration, found.keys[0] not in self._kept
         goes_on = lambda i: more(first + i, rounds + i * cost, rounds + (i + 1) * cost)
-        while self._pays(span, work) and all(goes_on(i) for i in range(span - 1, 2 * span - 1)):
+        longer = lambda: 2 * span in graph.longer or self._pays(span, cost, work)
+        while not graph.is_alone and longer() and all(goes_on(i) for i in range(span - 1, 2 * span - 1)):
             span *= 2
-        if graph.is_alone or span == 1:
-            return None
+        if span == 1:
+            return graph, found.walk
         walks, facts = [found.walk], found.keys[1][1]
         for iteration in range(first + 1, first + span):
             algorithm = at(iteration)
@@ -205,16 +207,19 @@ class Iterations(OuterCapture):
         except _FAILURES:
             graph.is_alone = True
             fed.begin(first, walks[0].algorithms[0])
-            return None
+            return None if graph.traced.moved() else graph, found.walk
         return graph.longer[span], walk
 
-    def _pays(self, span: int, work: int) -> bool:
+    def _pays(self, span: int, rounds: int, work: int) -> bool:
         """Return whether a graph of twice as many outer iterations saves more launches than its recording costs.
 
         It is rehearsed and recorded, and each outer iteration that is left saves 1 / (2 * span) of a launch. In a run
         of unknown length, as many outer iterations are expected as have been replayed.
+
+        rounds, work: of one outer iteration.
         """
-        left = max(self.replayed, self.length - self.fed.iteration)
+        num = self._expected(rounds)
+        left = num - self.fed.iteration if num else self.replayed
         return (
             2 * span <= min(_SPAN, self.replayed // _PAYS)
             and 2 * span * work <= _WORK

@@ -32,10 +32,14 @@ def several_rounds(
     return at(iteration).round(fed, state) if graphs is None else graphs.rounds(at, state, more)
 
 
-def expect(fed: Any, num: int) -> None:
-    """Tell an engine how long a run is, resumed or not, so that it can choose what takes time to prepare."""
+def expect(fed: Any, num: int, num_rounds: int | None = None) -> None:
+    """Tell an engine how long a run is, resumed or not, so that it can choose what takes time to prepare.
+
+    num: its outer iterations.
+    num_rounds: rounds that end it earlier, or None.
+    """
     if getattr(fed, "graphs", None) is not None:
-        fed.graphs.length = num
+        fed.graphs.length, fed.graphs.num_rounds = num, num_rounds
 
 
 def reached(fed: Any, iteration: int) -> int:

@@ -78,7 +78,7 @@ class Loop:
         self.recovery = Recovery(fed, acts=self.recover)
         seconds = self._restore() if resume and self.record is not None else self._start(begin_at)
         self.saved = self.iteration
-        expect(fed, self.pace.num_iterations)
+        expect(fed, self.pace.num_iterations, self.pace.num_rounds)
         self._clock = time.perf_counter() - seconds
         if self.iteration == begin_at and not self.rows:
             if first := self.fed.judged(self._measure()):
