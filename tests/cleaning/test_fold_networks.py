@@ -262,6 +262,23 @@ def test_rows_of_another_process_find_the_networks_that_are_trained(tmp_path, mo
     assert len(rounds) == 6 * 6 + 3 * 6  # its second pass and its last network
 
 
+def test_networks_of_other_targets_are_not_taken_for_these(tmp_path):
+    """As after a change of a detector between two tries of one row: the name is the same, the posteriors are not."""
+    task = {"name": "data_cleaning", "num_clients": 3, "noise": 0.3, "num_clean": 20, "test_share": 0.5}
+    row = {"task": task, "training": {"num_folds": 2, "width": 4, "num_rounds": 3, "batch_size": 16}}
+
+    def folds(sharpness):
+        network_cleaning._shared.clear()  # as in another process
+        work = network_cleaning.Work(row, 0, tmp_path / "networks", "cpu", lambda text: None)
+        targets = [np.full((len(own["label"]), 10), 0.1) * sharpness for own in work.train]
+        return [one.y["head.weight"] for one in work.folds("refined shared", targets=targets).passes[0]]
+
+    first, other, again = folds(1.0), folds(2.0), folds(1.0)
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, other))
+    assert len([*(tmp_path / "networks").glob("*/parts/*")]) == 2 * 2 + 1  # two networks of each, and a lock
+
+
 def row_of_another_process(method, folder):
     torch.set_num_threads(1)
     task = {"name": "data_cleaning", "num_clients": 3, "noise": 0.3, "num_clean": 20, "test_share": 0.5}

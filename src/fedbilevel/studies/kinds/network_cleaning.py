@@ -170,7 +170,7 @@ class Work:
 
     def folds(self, name: str, **targets: Any) -> FoldNetworks:
         """Return networks of folds; targets: targets or flags of their training, when it is asked for first."""
-        parts = self.parts.within(f"folds {name}")
+        parts = self.parts.within(f"folds {name}{_digest(targets)}")
         make = lambda: train_folds(self.train, self.num_classes, self.training, parts=parts, **targets, **self.where)
         return self._trained(f"folds {name}", make)
 
@@ -182,9 +182,10 @@ class Work:
         return self._trained(f"network {name}", lambda: make(partial(self._fit, name)))
 
     def _fit(self, name: str, train: Any, targets: Any = None) -> Network:
+        learned = {"label": [own["label"] for own in train], **({} if targets is None else {"targets": targets})}
         return train_network(
-            train, self.num_classes, self.final, targets=targets, parts=self.parts, name=f"last network, {name}",
-            **self.where,
+            train, self.num_classes, self.final, targets=targets, parts=self.parts,
+            name=f"last network, {name}{_digest(learned)}", **self.where,
         )  # fmt: skip
 
     def out_of_fold(self, folds: FoldNetworks) -> np.ndarray:
@@ -328,3 +329,15 @@ class Work:
             "harmed": harmed(accepted, cleaned, plain),
             **{name: found.cost[name] + found.last.cost[name] for name in ("rounds", "megabytes")},
         }
+
+
+def _digest(learned: Mapping[str, Any]) -> str:
+    """Return what tells networks apart that are trained on other targets, after a change of a detector for example."""
+    if not learned:
+        return ""
+    found = hashlib.sha256()
+    for name, own in sorted(learned.items()):
+        found.update(name.encode())
+        for values in own:
+            found.update(np.ascontiguousarray(values).tobytes())
+    return f", {found.hexdigest()[:8]}"
