@@ -185,6 +185,9 @@ def test_a_stop_while_a_network_is_trained_can_be_resumed(tmp_path, monkeypatch)
     assert stopped.exit_code == 130
     assert "network: begins" in stopped.output
     assert "label_em" not in stopped.output.split("Stopped. To resume: ")[0]
+    told = re.escape(f"repeat the command of the cleaning, with --out {tmp_path / 'run'} --resume.")
+    with pytest.raises(CheckpointError, match=told):
+        CliRunner().invoke(cli, ["resume", str(tmp_path / "run")], catch_exceptions=False)
     resumed = invoke(*words, "--resume")
     assert resumed.exit_code == 0
     assert "network: outer iteration 100/100" in resumed.output

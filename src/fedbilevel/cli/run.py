@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from fedbilevel import discovery
+from fedbilevel.cleaning.parts import Parts
 from fedbilevel.cli import terminal
 from fedbilevel.cli.flags import TaskCommand, chosen, fitting, names_of, with_looks, with_run_options
 from fedbilevel.engines import distributed, group_of
@@ -191,7 +192,7 @@ def resume_command(
     """
     group = group_for(engine, "cpu", timeout)
     with group.together():
-        config = group.told(Record(path).read_config)
+        config = group.told(lambda: _config(path))
     _check_whole(path, config)
     try:
         task_name, task_settings, recorded = config["task"], config["task_settings"], dict(config["run"])
@@ -220,6 +221,15 @@ def resume_command(
         log=log or tuple(config.get("log", ())),
         baseline=config.get("baseline") is True,
     )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if Parts(record=path).alone:
+        raise CheckpointError(
+            f"{path} holds networks of a cleaning whose detector has not begun: repeat the command of the cleaning, "
+            f"with --out {path} --resume."
+        )
+    return Record(path).read_config()
 
 
 def _check_whole(path: Path, config: dict[str, Any]) -> None:
