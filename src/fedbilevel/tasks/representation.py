@@ -23,7 +23,7 @@ for a network of its own. Do not use it when all clients share one distribution:
 network then trains one head on all samples. Compare with the plain ways first. In the records of
 `worth`, a bilevel run from the usual start beats Ditto, FedBABU and FedAvg, also with own label priors
 and standardised inputs, on people of HAPT (five repetitions), but neither FedRep nor own heads nor
-fine-tuning. On a tenth of CIFAR-10 (three repetitions) it beats FedAvg alone.
+fine-tuning. On a tenth of CIFAR-10 (five repetitions) it beats FedAvg alone.
 
 Compare Collins et al., "Exploiting Shared Representations for Personalized Federated Learning",
 ICML 2021. Choices of this project: the bilevel form, the sizes and the split of HAPT.
