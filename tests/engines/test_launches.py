@@ -5,6 +5,7 @@ replay overwrites here, too: the tensors of a graph, and the numbers that it rea
 """
 
 import itertools
+import math
 import shutil
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from fedbilevel.algorithms.adafbio import AdaFBiO
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fednest import FedNest
-from fedbilevel.engines import cuda_graphs, launches, outer_graphs
+from fedbilevel.engines import cuda_graphs, launches, outer_capture, outer_graphs
 from fedbilevel.engines.peer_graphs import PeerIterations
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.rounds import expect, reached, refusals, several_rounds
@@ -30,6 +31,7 @@ from fedbilevel.federation.network import Network
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.federation.store import Store
 from fedbilevel.oracle import evaluation
+from fedbilevel.oracle.oracle import Oracle
 from fedbilevel.runs.recovery import check_finite
 from fedbilevel.runs.solve import solve
 from support.numeric.yardstick import brief
@@ -189,6 +191,27 @@ def test_a_longer_graph_that_cannot_be_recorded_leaves_rows_where_the_short_one_
     graphs = assert_same_when_hurried(brief(SERVER[name]), built, cohort=Cohort(0.5), batch_size=3, num_iterations=34)
     assert graphs.replayed > 20
     assert pairs(graphs) == []
+
+
+def test_a_longer_graph_does_not_make_a_run_long_enough_for_the_compiler(in_pairs, monkeypatch):
+    """What counts is the work of the whole run, which the number of outer iterations in a graph does not change."""
+    asked = []
+    monkeypatch.setattr(Oracle, "compile_from_now", lambda self, device: asked.append(device))
+
+    def run(most):
+        monkeypatch.setattr(outer_capture, "_COMPILED", most)
+        fed = engine(FedAvg(num_local_steps=2), clients(), captured=True, batch_size=3)
+        expect(fed, 60)
+        hurry(fed, FedAvg(num_local_steps=2), num_iterations=60, looks=30)
+        assert pairs(fed.graphs)
+        [graph] = fed.graphs._kept.values()
+        return 60 * fed.graphs._cost(graph.traced.script)[1]
+
+    work = run(math.inf)
+    run(work + 1)
+    assert asked == []
+    run(work)
+    assert len(asked) == 2  # for one outer iteration, and for two
 
 
 @pytest.mark.parametrize("num_rounds", [None, 100])

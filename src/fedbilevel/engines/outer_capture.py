@@ -101,7 +101,7 @@ class OuterCapture(Launches):
 
         try:
             first, asked = run({}, frozen=False)
-            rounds, work = self._cost(first.script)
+            rounds, work = (one // len(walk.algorithms) for one in self._cost(first.script))  # of one outer iteration
             if _COMPILED <= self._expected(rounds) * work < LONG:
                 host.oracle.compile_from_now(host.device)
             buys = {place: self._bought(walk, place, wanted) for place, wanted in asked.items()}
