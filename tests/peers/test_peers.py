@@ -167,12 +167,14 @@ def test_outer_iteration_starts_after_all_have_stored_the_previous_one(tmp_path,
 
     def noted(exchange: Exchange, iteration: int, stop: Callable[[], bool]) -> None:
         wait(exchange, iteration, stop)
+        if iteration == 0:  # a peer computes its start again, so others need not wait until it is stored
+            return
         stored = [Record(tmp_path / f"p{number}").load()[1]["iteration"] for number in range(4)]
         waited.append((exchange._outbox.me, iteration, min(stored) >= iteration))
 
     monkeypatch.setattr(Exchange, "wait_until_finished", noted)
     Threads(tmp_path, content({"name": "sgp"}), Quadratic(**SMALL).build().clients).run()
-    assert sorted(waited) == sorted((me, iteration, True) for me in range(4) for iteration in range(4))
+    assert sorted(waited) == sorted((me, iteration, True) for me in range(4) for iteration in range(1, 4))
 
 
 def test_lost_doubled_and_late_rows_do_not_change_the_result(tmp_path):
