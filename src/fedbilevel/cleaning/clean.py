@@ -179,8 +179,7 @@ def _ready(
     if again:
         finder = Confident(reads="probabilities", num_fit_rounds=1)  # its own classifiers are not used
         found = one.solve(finder.name(), ready.problem, ready.clients, finder, **_length(finder), **where)
-        labels = [client["train"]["label"] for client in ready.clients]
-        flags = [wrong_of(q, label) >= HALF for q, label in zip(_posteriors(found, ready), labels, strict=True)]
+        flags = [own >= HALF for own in _wrong(_posteriors(found, ready), ready)]
         first, two = (ready.network, flags), parts.within("second pass")
         ready = prepared(clients, features, num_classes, training=training, first=first, parts=two, **where)
         paid.append(found.rows[-1])
@@ -199,6 +198,10 @@ def _posteriors(result: Result, ready: Prepared) -> list[np.ndarray]:
     return [
         posterior(tree["logit"], client["train"]["label"]) for tree, client in zip(result.x, ready.clients, strict=True)
     ]
+
+
+def _wrong(posteriors: Sequence[np.ndarray], ready: Prepared) -> list[np.ndarray]:
+    return [wrong_of(q, client["train"]["label"]) for q, client in zip(posteriors, ready.clients, strict=True)]
 
 
 def _write(record: Record, cleaning: Cleaning, ready: Prepared, clients: Sequence[Holdings]) -> None:
@@ -225,7 +228,7 @@ def _outcome(
         found["network"] = spent
     labels = [client["train"]["label"] for client in ready.clients]
     posteriors = _posteriors(result, ready)
-    wrong = [wrong_of(q, label) for q, label in zip(posteriors, labels, strict=True)]
+    wrong = _wrong(posteriors, ready)
     cut = found.get("cut")
     least = HALF if flag == "half" else 2.0 if cut is None else float(1 / (1 + np.exp(-cut["log_odds"])))
     notes = judgement.caveats_of(

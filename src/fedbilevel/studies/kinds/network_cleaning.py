@@ -96,7 +96,7 @@ class NetworkRow(Settings):
     @property
     def key(self) -> str:
         """Return what flags and posteriors depend on."""
-        return f"{self.flag_by}, {self.transition}" + (f", {self.again}" if self.again != "posteriors" else "")
+        return f"{self.flag_by}, {self.transition}, {self.again}"
 
 
 def run(
